@@ -1,0 +1,1 @@
+"""Checkpoints keyed by layer: write, verify, resume, re-shard, export."""

@@ -1,0 +1,1 @@
+"""The command line: a file each command; the only place that prints."""

@@ -1,0 +1,129 @@
+"""The configuration of a run, as its TOML file has it.
+
+A user's model, data and loss are named as ``"module:callable"`` and imported by nothing
+but that name.  Every table below is one section of the file; unknown keys are refused
+with the nearest known one.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+__all__ = [
+    "DataConfig", "Factory", "LossConfig", "ModelConfig", "OptimizerConfig", "OutputConfig", "RunConfig",
+    "RuntimeConfig", "ScheduleConfig", "TrainConfig", "TransportConfig",
+]  # fmt: skip
+
+Factory = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+"""``"module:callable"``."""
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class ModelConfig(_Table):
+    """``[model]``: what to train."""
+
+    factory: Factory
+    """Callable that returns the ``torch.nn.Module``."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments for it."""
+    leaves: tuple[str, ...] = ()
+    """Patterns of submodule paths to keep as one layer each, e.g. ``["encoder.layers.*"]``."""
+
+
+class DataConfig(_Table):
+    """``[data]``: map-style datasets of (input, target) pairs."""
+
+    factory: Factory
+    """Callable that returns a dataset; called with ``split="train"`` or ``split="test"`` and ``args``."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments for it."""
+
+
+class LossConfig(_Table):
+    """``[loss]``: called as ``loss(output, target)``; returns the mean over the microbatch."""
+
+    factory: Factory = "torch.nn:CrossEntropyLoss"
+    """Callable that returns the loss."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments for it."""
+
+
+class OptimizerConfig(_Table):
+    """``[optimizer]``: any of ``torch.optim``."""
+
+    name: str = "SGD"
+    """Name of the class in ``torch.optim``."""
+    args: dict[str, Any] = Field(default_factory=lambda: {"lr": 0.1})
+    """Keyword arguments for it."""
+
+
+class ScheduleConfig(_Table):
+    """``[schedule]``: how minibatches go through the pipeline."""
+
+    name: str = "pipedream"
+    """One of the schedules that ``pdmpi plan --help`` lists."""
+    microbatches: int = Field(default=1, ge=1)
+    """Microbatches that a minibatch is split into (schedules that flush or accumulate)."""
+    extra_in_flight: int | Literal["auto"] = 0
+    """Minibatches in flight beyond the pipeline's depth, to hide transfers."""
+    recompute: Literal["never", "except-last", "always"] = "never"
+    """Recompute activations in the backward instead of keeping them."""
+
+
+class TrainConfig(_Table):
+    """``[train]``: how long and how."""
+
+    minibatch_size: int = Field(ge=1)
+    """Samples that go through the pipeline as one minibatch."""
+    epochs: int | None = Field(default=None, ge=1)
+    """Passes over the training set; either this or ``steps``."""
+    steps: int | None = Field(default=None, ge=1)
+    """Minibatches to train; either this or ``epochs``."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of weights, data order and dropout."""
+    dtype: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
+    """Type of parameters and activations."""
+    threads: int = Field(default=1, ge=1)
+    """Intra-operator threads of each rank on a CPU."""
+    evaluate_every: int = Field(default=1, ge=0)
+    """Epochs between evaluation passes; 0 never evaluates."""
+
+
+class TransportConfig(_Table):
+    """``[transport]``: what moves tensors between ranks."""
+
+    device: Literal["auto", "cuda", "host"] = "auto"
+    """Whether MPI is given device memory; ``auto`` probes by sending."""
+
+
+class RuntimeConfig(_Table):
+    """``[runtime]``: limits of the executor."""
+
+    stall_timeout_s: float = Field(default=300.0, gt=0)
+    """Seconds without any progress of a transfer after which the job is ended."""
+
+
+class OutputConfig(_Table):
+    """``[output]``: where results go."""
+
+    run_dir: str = "runs"
+    """Directory for metrics, checkpoints and status."""
+
+
+class RunConfig(_Table):
+    """A whole configuration file."""
+
+    model: ModelConfig
+    data: DataConfig
+    loss: LossConfig = LossConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    train: TrainConfig
+    transport: TransportConfig = TransportConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
+    output: OutputConfig = OutputConfig()

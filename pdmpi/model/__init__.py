@@ -1,0 +1,1 @@
+"""The torch side of the graph: build, trace, slice, measure."""

@@ -1,0 +1,1 @@
+"""Models of the papers, by their standard names."""

@@ -1,0 +1,1 @@
+"""Profiles, clusters and plans: the offline half. No torch, no MPI."""

@@ -1,0 +1,72 @@
+"""A profile: the layer graph with what each layer costs on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pdmpi.errors import InputError
+from pdmpi.graph import LayerGraph
+
+__all__ = ["LayerCost", "Profile"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCost:
+    """What one layer costs for one microbatch on one device.
+
+    Attributes
+    ----------
+    forward_s, backward_s
+        Seconds, medians.
+    output_bytes
+        Bytes of all its outputs together: what a cut behind it would move.
+    parameter_bytes, buffer_bytes
+        Bytes of the parameters and buffers that it owns.
+    saved_bytes
+        Bytes that autograd keeps from its forward to its backward.
+    workspace_bytes
+        Most bytes allocated beyond all of these while it runs.
+    """
+
+    forward_s: float
+    backward_s: float
+    output_bytes: int
+    parameter_bytes: int = 0
+    buffer_bytes: int = 0
+    saved_bytes: int = 0
+    workspace_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """Measured costs of every layer of a graph, and where they were measured.
+
+    Attributes
+    ----------
+    graph
+        The layer graph.
+    costs
+        One entry for each layer, in the order of ``graph.layers``.
+    microbatch_size
+        Rows of the batch that was measured.
+    optimizer_state_factor
+        Bytes of optimizer state for each byte of parameters (0 SGD, 1 momentum, 2 Adam).
+    update_s_per_byte
+        Seconds that one optimizer step takes for each byte of parameters.
+    machine
+        Facts of the machine, as text: host, device, library versions.
+    """
+
+    graph: LayerGraph
+    costs: tuple[LayerCost, ...]
+    microbatch_size: int
+    optimizer_state_factor: float = 0.0
+    update_s_per_byte: float = 0.0
+    machine: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if len(self.costs) != len(self.graph.layers):
+            raise InputError(
+                f"profile holds {len(self.costs)} costs for {len(self.graph.layers)} layers; make it again"
+            )

@@ -1,0 +1,1 @@
+"""What a rank does: executor, weight versions, optimizer step, data feed, trainer."""

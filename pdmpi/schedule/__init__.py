@@ -1,0 +1,1 @@
+"""Schedules as data: instructions, programs, their generators, lowering and the checker."""

@@ -1,0 +1,1 @@
+"""Discrete-event simulation of programs, timelines, drawings, traces."""

@@ -1,0 +1,1 @@
+"""Batch scripts as pure functions, job environment, signals and requeue."""

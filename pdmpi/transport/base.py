@@ -1,0 +1,60 @@
+"""The one protocol between the runtime and whatever moves its bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Bytes", "Request", "Transport"]
+
+Bytes = NDArray[np.uint8]
+"""A contiguous one-dimensional buffer on the host.  (Device buffers have the same shape.)"""
+
+
+class Request(Protocol):
+    """A transfer under way."""
+
+    def wait(self) -> None:
+        """Block until it is done; raise `RankFailure` when a peer is gone or silent too long."""
+
+
+class Transport(Protocol):
+    """Point-to-point transfers in order, sums over groups, and small control messages.
+
+    Messages between two ranks with the same ``tag`` and ``stream`` arrive in the order in
+    which they were sent.  A message has exactly the length of the buffer posted for it;
+    any other length is an error at the receiver.
+    """
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+
+    def post_send(self, buffer: Bytes, peer: int, tag: int, stream: int) -> Request:
+        """Start to send; ``stream`` is the channel's `Kind`.  The buffer stays untouched until waited for."""
+
+    def post_recv(self, buffer: Bytes, peer: int, tag: int, stream: int) -> Request:
+        """Start to receive exactly ``buffer.nbytes`` bytes."""
+
+    def post_allreduce(self, buffer: Bytes, dtype: str, ranks: Sequence[int]) -> Request:
+        """Start to sum in place over ``ranks`` (the same call on each of them, in the same order).
+
+        ``dtype`` is torch's name; bfloat16 and float16 are summed in float32.  The result is
+        bitwise the same on every rank.
+        """
+
+    def broadcast(self, data: bytes, root: int = 0) -> bytes:
+        """Return ``root``'s bytes on every rank."""
+
+    def gather(self, data: bytes, root: int = 0) -> list[bytes]:
+        """Return every rank's bytes, by rank, on ``root``; an empty list elsewhere."""
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
