@@ -151,20 +151,21 @@ class LayerGraph:
         -------
         dict
             Keys in ascending order, values in the order their layers run.  A model's
-            input that a later stage reads does cross, from stage 0.
+            input that a later stage reads does cross, from the stage of its ``"Input"``
+            layer; a value that the model returns is read by the last stage.
         """
         stage_of = {name: s for s, names in enumerate(stages) for name in names}
         found: dict[tuple[int, int], dict[Ref, None]] = {}
-        for layer in self.layers:
-            target = stage_of[layer.name]
-            for ref in layer.inputs:
+        reads = [(stage_of[layer.name], layer.inputs) for layer in self.layers]
+        for target, refs in [*reads, (len(stages) - 1, self.outputs)]:
+            for ref in refs:
                 source = stage_of[ref.layer]
                 if source != target:
                     found.setdefault((source, target), {})[ref] = None
         order = self.index
         return {
-            pair: tuple(sorted(refs, key=lambda r: (order[r.layer], r.output)))
-            for pair, refs in sorted(found.items())
+            pair: tuple(sorted(values, key=lambda r: (order[r.layer], r.output)))
+            for pair, values in sorted(found.items())
         }
 
     @cached_property
