@@ -21,7 +21,7 @@ Factory = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\
 
 
 class _Table(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
 
 
 class ModelConfig(_Table):
@@ -31,7 +31,7 @@ class ModelConfig(_Table):
     """Callable that returns the ``torch.nn.Module``."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for it."""
-    leaves: tuple[str, ...] = ()
+    leaves: tuple[str, ...] = Field(default=(), strict=False)
     """Patterns of submodule paths to keep as one layer each, e.g. ``["encoder.layers.*"]``."""
 
 

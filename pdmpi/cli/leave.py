@@ -1,0 +1,45 @@
+"""Ending a process so that no other rank is left waiting for it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import ModuleType
+from typing import NoReturn
+
+__all__ = ["leave"]
+
+_GRACE_S = 2.0
+"""How long a failed rank waits for the others to fail as well before it aborts them."""
+
+
+def leave(code: int, message: str = "") -> NoReturn:
+    """Show ``message`` on stderr and exit with ``code``.
+
+    In a world of several ranks an exit of one alone would leave the others waiting for
+    ever.  When all ranks fail together (bad input that each was told of), the message is
+    shown once and each exits with its code; when one fails alone, the world is aborted
+    with its code.  A process that never started MPI just exits: mpi4py is looked up, not
+    imported.
+    """
+    sys.stdout.flush()
+    mpi = sys.modules.get("mpi4py.MPI")
+    if code and mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        _leave_world(mpi, code, message)
+    elif message:
+        print(message, file=sys.stderr)
+    sys.exit(code)
+
+
+def _leave_world(mpi: ModuleType, code: int, message: str) -> None:
+    world = mpi.COMM_WORLD
+    arrived = world.Ibarrier()
+    deadline = time.monotonic() + _GRACE_S
+    while not arrived.Test():
+        if time.monotonic() > deadline:
+            print(f"{message} [rank {world.rank}]", file=sys.stderr, flush=True)
+            world.Abort(code)
+        time.sleep(0.01)
+    earlier = world.allgather(message)[: world.rank]
+    if message and message not in earlier:
+        print(message, file=sys.stderr, flush=True)
