@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Bytes", "Request", "Transport"]
+__all__ = ["Bound", "Bytes", "Request", "Transport"]
 
 Bytes = NDArray[np.uint8]
 """A contiguous one-dimensional buffer on the host.  (Device buffers have the same shape.)"""
@@ -19,6 +19,13 @@ class Request(Protocol):
 
     def wait(self) -> None:
         """Block until it is done; raise `RankFailure` when a peer is gone or silent too long."""
+
+
+class Bound(Protocol):
+    """A transfer or sum whose buffer and partners are fixed, to be started again and again."""
+
+    def post(self) -> Request:
+        """Start it; the request of the previous start has been waited for."""
 
 
 class Transport(Protocol):
@@ -37,6 +44,12 @@ class Transport(Protocol):
     def size(self) -> int:
         """Number of ranks."""
 
+    def prepare(self, groups: Sequence[Sequence[int]], dtypes: Sequence[str] = ()) -> None:
+        """Set up sums over these groups, and try each dtype on known values in each of them.
+
+        Every rank calls it with the same lists.  Only prepared groups can be summed over.
+        """
+
     def post_send(self, buffer: Bytes, peer: int, tag: int, stream: int) -> Request:
         """Start to send; ``stream`` is the channel's `Kind`.  The buffer stays untouched until waited for."""
 
@@ -50,6 +63,15 @@ class Transport(Protocol):
         bitwise the same on every rank.
         """
 
+    def bind_send(self, buffer: Bytes, peer: int, tag: int, stream: int) -> Bound:
+        """Return a `post_send` that can be repeated at little cost."""
+
+    def bind_recv(self, buffer: Bytes, peer: int, tag: int, stream: int) -> Bound:
+        """Return a `post_recv` that can be repeated at little cost."""
+
+    def bind_allreduce(self, buffer: Bytes, dtype: str, ranks: Sequence[int]) -> Bound:
+        """Return a `post_allreduce` that can be repeated at little cost."""
+
     def broadcast(self, data: bytes, root: int = 0) -> bytes:
         """Return ``root``'s bytes on every rank."""
 
@@ -58,3 +80,6 @@ class Transport(Protocol):
 
     def barrier(self) -> None:
         """Wait for every rank."""
+
+    def close(self) -> None:
+        """End in order, on every rank, after all requests were waited for."""
