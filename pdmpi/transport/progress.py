@@ -1,0 +1,96 @@
+"""Waiting without taking the core, and progress while nobody waits.
+
+MPI moves large messages (rendezvous, TCP) only while some thread calls it.  The thread
+that computes calls it when it posts and waits; in between a second thread does.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from pdmpi.errors import PdmpiError
+
+__all__ = ["Progress"]
+
+_SPIN_S = 50e-6
+_MIN_SLEEP_S, _MAX_SLEEP_S = 20e-6, 1e-3
+_BACKOFF = 0.1
+"""A wait sleeps for this part of the time that it has waited, so it ends late by at most that part."""
+
+
+class Progress:
+    """Counts outstanding requests of one thread, and lets them progress from another.
+
+    Parameters
+    ----------
+    poke
+        Lets all outstanding requests progress; called by the second thread.  None when
+        the library may be called by one thread only.
+    stall_timeout_s
+        Longest wait for one request, in seconds.
+    """
+
+    def __init__(self, poke: Callable[[], object] | None, stall_timeout_s: float) -> None:
+        self.stall_timeout_s = stall_timeout_s
+        self._poke = poke
+        self._outstanding = 0
+        self._wanted = threading.Event()
+        self._waiting = False
+        self._ended = poke is None
+        self._sleep_s = _MIN_SLEEP_S
+        self._thread = threading.Thread(target=self._run, name="transport progress", daemon=True)
+        self._thread.start()
+
+    def started(self) -> None:
+        """Count a request that was started."""
+        self._outstanding += 1
+        self._sleep_s = _MIN_SLEEP_S
+        if not self._wanted.is_set():
+            self._wanted.set()
+
+    def wait(self, test: Callable[[], bool], stalled: Callable[[], PdmpiError]) -> None:
+        """Block until ``test`` says that a started request is done.
+
+        Raises
+        ------
+        PdmpiError
+            What ``stalled`` returns, after ``stall_timeout_s``.
+        """
+        if not test():
+            self._waiting = True
+            try:
+                self._poll(test, stalled)
+            finally:
+                self._waiting = False
+        self._outstanding -= 1
+
+    def end(self) -> None:
+        """End the thread."""
+        self._ended = True
+        self._wanted.set()
+        self._thread.join()
+
+    def _poll(self, test: Callable[[], bool], stalled: Callable[[], PdmpiError]) -> None:
+        begin = time.monotonic()
+        while True:
+            if test():
+                return
+            waited = time.monotonic() - begin
+            if waited < _SPIN_S:
+                continue
+            if waited > self.stall_timeout_s:
+                raise stalled()
+            time.sleep(min(max(_BACKOFF * waited, _MIN_SLEEP_S), _MAX_SLEEP_S))
+
+    def _run(self) -> None:
+        while not self._ended:
+            if self._outstanding == 0:
+                self._wanted.clear()
+                if self._outstanding == 0 and not self._ended:
+                    self._wanted.wait()
+            if not self._waiting and self._poke is not None:
+                self._poke()
+            time.sleep(self._sleep_s)
+            self._sleep_s = min(2 * self._sleep_s, _MAX_SLEEP_S)
