@@ -321,10 +321,9 @@ class MpiTransport:
         place = ranks.index(self.rank)
         pattern = np.resize(np.array([1.0, 2.0, 3.0, 0.0]), 1031)
         numpy_type = np.dtype(SUM_DTYPES[dtype])
-        parts = [(pattern * (1 + index % 3)).astype(numpy_type) for index in range(len(ranks))]
-        buffer, expected = (
-            _narrow(values, dtype) for values in (parts[place], sum(parts).astype(numpy_type))
-        )
+        weights = [1 + index % 3 for index in range(len(ranks))]
+        buffer = _narrow((pattern * weights[place]).astype(numpy_type), dtype)
+        expected = _narrow((pattern * sum(weights)).astype(numpy_type), dtype)
         self.post_allreduce(buffer, dtype, ranks).wait()
         if not np.array_equal(buffer, expected):
             raise PdmpiError(
