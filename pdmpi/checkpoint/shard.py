@@ -1,0 +1,182 @@
+"""One rank's part of a checkpoint: an HDF5 file with a hash for each array.
+
+Every array is a contiguous dataset under its path (``parameters/conv1.weight``,
+``optimizer/conv1.weight/momentum_buffer``) with two attributes: ``dtype``, torch's name,
+and ``sha256`` of its bytes.  Nothing in the file is code, and nothing in it is trusted:
+compression, external and virtual storage, links and other types are refused, so a foreign
+file can neither run anything nor fill the memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import h5py
+import numpy as np
+
+from pdmpi.checkpoint.arrays import STORAGE, Array, Snapshot
+from pdmpi.checkpoint.files import replaced
+from pdmpi.errors import InputError
+from pdmpi.graph.graph import DTYPE_BYTES
+
+__all__ = ["FORMAT", "VERSION", "ArraySpec", "read_shard", "read_specs", "write_shard"]
+
+FORMAT = "pdmpi-checkpoint-shard"
+"""The ``format`` attribute of every shard."""
+
+VERSION = 1
+"""The newest version of the format that this code writes and reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArraySpec:
+    """What the manifest says of one array: torch's name of its dtype, shape, and SHA-256 of its bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    sha256: str
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return int(math.prod(self.shape) * DTYPE_BYTES[self.dtype])
+
+
+def write_shard(path: Path, snapshot: Snapshot, session: str) -> None:
+    """Write one rank's arrays; the file is whole and on disk, or not there.
+
+    Parameters
+    ----------
+    path
+        Target, in a directory that exists.
+    snapshot
+        Arrays, C-contiguous.
+    session
+        Text that all shards of one checkpoint share, so that shards of two are never mixed.
+
+    Raises
+    ------
+    OSError
+        The disk is full or does not answer.
+    """
+    arrays = dict(snapshot.items())
+    # Hashing needs a core for as long as a fast disk needs to write: both at once.
+    with ThreadPoolExecutor(1, "checkpoint-hash") as pool, replaced(path) as temporary:
+        digests = pool.map(_digest, arrays.values())
+        with h5py.File(temporary, "w") as file:
+            file.attrs.update({"format": FORMAT, "version": VERSION, "session": session})
+            for name, array in arrays.items():
+                file.create_dataset(name, data=array.bits, track_times=False)
+            for (name, array), digest in zip(arrays.items(), digests, strict=True):
+                file[name].attrs.update({"dtype": array.dtype, "sha256": digest})
+
+
+def read_specs(path: Path, session: str | None = None) -> dict[str, ArraySpec]:
+    """Return the arrays that a shard says it holds, without reading them.
+
+    Raises
+    ------
+    InputError
+        The file is foreign, truncated, of another version, or of another checkpoint.
+    """
+    with _opened(path, session) as file:
+        specs: dict[str, ArraySpec] = {}
+        for name, dataset in _walk(file, path):
+            dtype, digest = dataset.attrs.get("dtype"), dataset.attrs.get("sha256")
+            if dtype not in DTYPE_BYTES or not isinstance(digest, str):
+                raise InputError(f"{path}: dataset {name!r} carries no dtype and hash; the file is foreign")
+            specs[name] = ArraySpec(dtype, tuple(map(int, dataset.shape)), digest)
+        return specs
+
+
+def read_shard(
+    path: Path, specs: Mapping[str, ArraySpec], session: str | None = None
+) -> Iterator[tuple[str, Array]]:
+    """Yield the arrays named in ``specs``, each checked against its hash.
+
+    Raises
+    ------
+    InputError
+        An array is missing, has another shape or type, or its bytes have changed.
+    """
+    with _opened(path, session) as file:
+        for name, spec in specs.items():
+            dataset = _dataset(file, name, path)
+            stored = np.dtype(STORAGE.get(spec.dtype, spec.dtype))
+            if dataset.dtype != stored or tuple(dataset.shape) != spec.shape:
+                raise InputError(
+                    f"{path}: {name!r} is {dataset.dtype}{tuple(dataset.shape)}, the manifest says"
+                    f" {spec.dtype}{spec.shape}; the file is damaged"
+                )
+            bits = np.empty(spec.shape, stored)
+            if bits.size:
+                dataset.read_direct(bits)
+            array = Array(bits, spec.dtype)
+            if _digest(array) != spec.sha256:
+                raise InputError(
+                    f"{path}: the bytes of {name!r} do not match their hash; the file is damaged"
+                )
+            yield name, array
+
+
+def _digest(array: Array) -> str:
+    flat = np.ascontiguousarray(array.bits).reshape(-1)
+    return hashlib.sha256(flat.view(np.uint8).data).hexdigest()
+
+
+@contextmanager
+def _opened(path: Path, session: str | None) -> Iterator[h5py.File]:
+    try:
+        with h5py.File(path, "r") as file:
+            if file.attrs.get("format") != FORMAT:
+                raise InputError(f"{path} is no shard of a checkpoint")
+            if file.attrs.get("version") != VERSION:
+                raise InputError(
+                    f"{path}: version {file.attrs.get('version')} of the checkpoint format;"
+                    f" this pdmpi reads version {VERSION}"
+                )
+            if session is not None and file.attrs.get("session") != session:
+                raise InputError(f"{path} belongs to another checkpoint")
+            yield file
+    except (OSError, RuntimeError, KeyError, ValueError, TypeError) as error:
+        raise InputError(
+            f"{path} cannot be read: {error}; the file is missing, truncated or damaged"
+        ) from error
+
+
+def _walk(file: h5py.File, path: Path) -> Iterator[tuple[str, h5py.Dataset]]:
+    pending = sorted(file)
+    while pending:
+        name = pending.pop()
+        if isinstance(file.get(name, getlink=True), h5py.HardLink) and isinstance(file[name], h5py.Group):
+            if name.count("/") > 2:
+                raise InputError(f"{path}: group {name!r} is nested too deep; the file is foreign")
+            pending += sorted(f"{name}/{child}" for child in file[name])
+        else:
+            yield name, _dataset(file, name, path)
+
+
+def _dataset(file: h5py.File, name: str, path: Path) -> h5py.Dataset:
+    parts = name.split("/")
+    for end in range(1, len(parts) + 1):
+        if not isinstance(file.get("/".join(parts[:end]), getlink=True), h5py.HardLink):
+            raise InputError(f"{path}: {name!r} is missing or a link; the file is foreign or damaged")
+    dataset = file[name]
+    if not isinstance(dataset, h5py.Dataset) or dataset.shape is None:
+        raise InputError(f"{path}: {name!r} is no array; the file is foreign or damaged")
+    if (
+        dataset.chunks
+        or dataset.is_virtual
+        or dataset.external
+        or dataset.id.get_create_plist().get_nfilters()
+    ):
+        raise InputError(f"{path}: {name!r} is not stored plainly; the file is foreign")
+    if dataset.size and dataset.id.get_storage_size() < dataset.nbytes:
+        raise InputError(f"{path}: {name!r} is not wholly in the file; it is damaged")
+    return dataset
