@@ -131,6 +131,13 @@ class Checkpoint:
             random=found.random,
         )
 
+    def array(self, path: str) -> Array:
+        """Read one array by its path in the checkpoint, ``parameters/conv1.weight``."""
+        for shard in self.manifest.shards:
+            if path in shard.arrays:
+                return next(self._read(shard, {path: shard.arrays[path]}))[1]
+        raise InputError(f"checkpoint {self.directory} holds no {path!r}")
+
     def _read(self, shard: ShardEntry, specs: Mapping[str, ArraySpec]) -> Iterator[tuple[str, Array]]:
         path = self.directory / shard.file
         try:

@@ -98,9 +98,7 @@ def test_every_difference_is_named_and_nothing_changes():
     without = {k: v for k, v in taken.parameters.items() if k != "norm.bias"}
     with pytest.raises(InputError, match=r"no 'norm\.bias'") as caught:
         restore(Snapshot(parameters=without, buffers=taken.buffers), other, trainable(other), None)
-    assert "is float32(3, 6) in the checkpoint and float64(4, 6) in the model" in str(
-        caught.value
-    )
+    assert "is float32(3, 6) in the checkpoint and float64(4, 6) in the model" in str(caught.value)
     assert all(torch.equal(before[k], v) for k, v in other.state_dict().items())
 
 
