@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 __all__ = [
-    "DataConfig", "Factory", "LossConfig", "ModelConfig", "OptimizerConfig", "OutputConfig", "RunConfig",
-    "RuntimeConfig", "ScheduleConfig", "TrainConfig", "TransportConfig",
+    "CheckpointConfig", "DataConfig", "Factory", "LossConfig", "ModelConfig", "OptimizerConfig", "OutputConfig",
+    "RunConfig", "RuntimeConfig", "ScheduleConfig", "TrainConfig", "TransportConfig",
 ]  # fmt: skip
 
 Factory = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
@@ -108,6 +108,27 @@ class RuntimeConfig(_Table):
     """Seconds without any progress of a transfer after which the job is ended."""
 
 
+class CheckpointConfig(_Table):
+    """``[checkpoint]``: when the run's state is kept, and when it stops to be requeued."""
+
+    enabled: bool = True
+    """Whether checkpoints are written at all."""
+    every_minibatches: int = Field(default=500, ge=1)
+    """Minibatches after which the pipeline is drained (it is at the end of an epoch, too).
+
+    Only then a checkpoint is written, or a signal obeyed.  The drains are part of the run:
+    with the same number an interrupted run equals one that was not.
+    """
+    every_s: float = Field(default=300.0, ge=0)
+    """Seconds that must have passed since the last checkpoint for a drain to write the next."""
+    keep: int = Field(default=2, ge=1)
+    """Checkpoints to keep."""
+    signals: tuple[Literal["USR1", "USR2", "TERM", "INT", "HUP"], ...] = ("USR1", "USR2", "TERM")
+    """Signals that checkpoint the run and end it with exit code 75."""
+    margin_s: float = Field(default=60.0, ge=0)
+    """Seconds before the batch job's time limit, beside the time of a checkpoint, at which it stops."""
+
+
 class OutputConfig(_Table):
     """``[output]``: where results go."""
 
@@ -126,4 +147,5 @@ class RunConfig(_Table):
     train: TrainConfig
     transport: TransportConfig = TransportConfig()
     runtime: RuntimeConfig = RuntimeConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     output: OutputConfig = OutputConfig()

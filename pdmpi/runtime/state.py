@@ -135,5 +135,5 @@ def _scalar_or_array(name: str, key: str, value: object) -> Array | None:
             return Array.of(np.array(value))
     raise InputError(
         f"the optimizer keeps a {type(value).__name__} as {key!r} of {name!r}, which a checkpoint cannot"
-        " hold; choose another optimizer, or [checkpoint] every_minibatches = 0"
+        " hold; choose another optimizer, or [checkpoint] enabled = false"
     )
