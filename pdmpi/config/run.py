@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 __all__ = [
-    "CheckpointConfig", "DataConfig", "Factory", "LossConfig", "ModelConfig", "OptimizerConfig", "OutputConfig",
-    "RunConfig", "RuntimeConfig", "ScheduleConfig", "TrainConfig", "TransportConfig",
+    "CheckpointConfig", "DataConfig", "Factory", "LossConfig", "ModelConfig", "OptimizerConfig",
+    "OutputConfig", "RunConfig", "RuntimeConfig", "ScheduleConfig", "TrainConfig", "TransportConfig",
 ]  # fmt: skip
 
 Factory = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
