@@ -215,9 +215,11 @@ class MpiTransport:
         for dtype in dtypes:
             needs_widening(dtype)
         keys = [tuple(ranks) for ranks in groups]
-        wanted = repr((keys, list(dtypes))).encode()
-        if self.broadcast(wanted) != wanted:
-            raise PdmpiError(f"rank {self.rank} prepares other groups than rank 0: {keys}")
+        wanted = self.gather(repr((keys, list(dtypes))).encode())
+        differing = [rank for rank, text in enumerate(wanted) if text != wanted[0]]
+        agreed = self.broadcast(repr(differing).encode()).decode()
+        if agreed != "[]":
+            raise PdmpiError(f"ranks {agreed} prepare other groups or dtypes than rank 0; here: {keys}")
         for key in keys:
             if key not in self._groups:
                 self._groups[key] = self._make_group(key)
