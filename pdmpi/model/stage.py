@@ -1,0 +1,76 @@
+"""One stage of a model: a module that maps the values at its front to the values at its back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from pdmpi.graph import Ref
+from pdmpi.model.steps import Steps
+
+__all__ = ["StageModule"]
+
+
+class StageModule(nn.Module):
+    """The layers of one stage, with parameters and buffers under the model's own names.
+
+    Made by `pdmpi.model.build.build_stage`.
+
+    Attributes
+    ----------
+    inputs
+        Values that `forward` takes; the model's inputs at the stage that holds their layers.
+    outputs
+        Values that it returns: those that other stages read, and at the last stage those
+        that the model returns.
+    """
+
+    inputs: tuple[Ref, ...]
+    outputs: tuple[Ref, ...]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.__dict__["inputs"] = ()
+        self.__dict__["outputs"] = ()
+        self.__dict__["_steps"] = None
+
+    def adopt(self, steps: Steps) -> None:
+        """Take the calls that the stage makes, once its modules are in place."""
+        self.__dict__["inputs"] = steps.inputs
+        self.__dict__["outputs"] = steps.outputs
+        self.__dict__["_steps"] = steps
+
+    def forward(
+        self, values: Mapping[Ref, Tensor], microbatch: int, recompute: bool = False
+    ) -> dict[Ref, Tensor]:
+        """Run the stage on one microbatch.
+
+        Parameters
+        ----------
+        values
+            The tensors named by `inputs`; they are never written to.
+        microbatch
+            Its number; random masks depend on it, on the seed and on the layer's name only.
+        recompute
+            Whether this repeats a forward that was run before; BatchNorm then leaves its
+            running statistics alone.
+
+        Returns
+        -------
+        dict
+            The tensors named by `outputs`, contiguous.
+        """
+        steps: Any = self.__dict__["_steps"]
+        if not recompute:
+            return steps.run(values, microbatch)  # type: ignore[no-any-return]
+        tracking = [m for m in self.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+        for module in tracking:
+            module.track_running_stats = False
+        try:
+            return steps.run(values, microbatch)  # type: ignore[no-any-return]
+        finally:
+            for module in tracking:
+                module.track_running_stats = True

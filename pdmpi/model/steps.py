@@ -1,0 +1,298 @@
+"""The calls of one stage, compiled to registers.
+
+A stage's forward is a list of steps over a list of registers: each step reads registers,
+calls a module or a torch function, writes registers, and drops those that nobody reads
+again.  All naming is resolved once, here, so that a call costs little more than the layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from pdmpi.graph import Ref
+from pdmpi.model.keys import seed_of
+from pdmpi.model.record import Attribute, Constant, Node, Value
+from pdmpi.model.tree import map_tree, tensors_of, tree_leaves
+
+if TYPE_CHECKING:
+    from pdmpi.model.trace import TracedModel
+
+__all__ = ["Steps"]
+
+
+class _Register:
+    """A value that a step before has left."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def get(self, registers: list[Any]) -> Any:
+        return registers[self.index]
+
+
+class _Held:
+    """A parameter, buffer or plain tensor of a module of the stage."""
+
+    __slots__ = ("module", "name")
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self.module = module
+        self.name = name
+
+    def get(self, registers: list[Any]) -> Any:
+        return getattr(self.module, self.name)
+
+
+class _Nested:
+    """A structure with any of these inside."""
+
+    __slots__ = ("tree",)
+
+    def __init__(self, tree: Any) -> None:
+        self.tree = tree
+
+    def get(self, registers: list[Any]) -> Any:
+        return map_tree(lambda leaf: leaf.get(registers) if isinstance(leaf, _RESOLVERS) else leaf, self.tree)
+
+
+_RESOLVERS = (_Register, _Held, _Nested)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Step:
+    """One call.
+
+    Attributes
+    ----------
+    call
+        Module or function.
+    single
+        Register of the only argument, when there is nothing else to pass.
+    args, kwargs
+        Literals and resolvers.
+    results
+        Registers for the tensors that it returns; -1 for those that nobody reads.
+    moves
+        (from, to): registers of arguments written in place and read again.
+    clones
+        Registers whose contents leave the stage and are written in place afterwards, and
+        where their copies go.
+    free
+        Registers that nobody reads after this step.
+    key
+        Layer name, when random numbers are to be drawn from a fresh stream.
+    grad
+        Whether gradients are on.
+    """
+
+    call: Callable[..., Any]
+    single: int | None
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: tuple[int, ...]
+    moves: tuple[tuple[int, int], ...]
+    clones: tuple[tuple[int, int], ...]
+    free: tuple[int, ...]
+    key: str | None
+    grad: bool
+
+    def run(self, registers: list[Any]) -> None:
+        """Run the call for any arguments and results."""
+        with nullcontext() if self.grad else torch.no_grad():
+            out = self.call(
+                *[a.get(registers) if isinstance(a, _RESOLVERS) else a for a in self.args],
+                **{k: a.get(registers) if isinstance(a, _RESOLVERS) else a for k, a in self.kwargs.items()},
+            )
+        tensors = tensors_of(out)
+        for register, tensor in zip(self.results, tensors, strict=True):
+            if register >= 0:
+                registers[register] = tensor
+        for source, target in self.moves:
+            registers[target] = registers[source]
+
+
+@dataclass(slots=True, kw_only=True)
+class Steps:
+    """A stage's calls in order, and how values get in and out."""
+
+    inputs: tuple[Ref, ...]
+    outputs: tuple[Ref, ...]
+    num_registers: int
+    loads: tuple[tuple[int, Ref, bool], ...]
+    stores: tuple[tuple[Ref, int], ...]
+    steps: tuple[_Step, ...]
+    seed: int
+
+    @classmethod
+    def compile(
+        cls,
+        traced: TracedModel,
+        order: Sequence[str],
+        *,
+        is_last: bool,
+        seed: int,
+        device: torch.device,
+        modules: Mapping[str, nn.Module],
+        tensors: Mapping[str, tuple[nn.Module, str]],
+        constant: Callable[[Tensor], Tensor],
+    ) -> Steps:
+        """Compile the calls of the layers in ``order``."""
+        inputs, outputs = traced.boundary(order, is_last=is_last)
+        return _Compiler(traced, order, device, modules, tensors, constant).compile(inputs, outputs, seed)
+
+    def run(self, values: Mapping[Ref, Tensor], microbatch: int) -> dict[Ref, Tensor]:
+        """Run every step; see `StageModule.forward`."""
+        registers: list[Any] = [None] * self.num_registers
+        for index, ref, clone in self.loads:
+            registers[index] = values[ref].clone() if clone else values[ref]
+        for step in self.steps:
+            if step.key is not None:
+                torch.manual_seed(seed_of(self.seed, step.key, microbatch))
+            if step.single is not None:
+                registers[step.results[0]] = step.call(registers[step.single])
+            else:
+                step.run(registers)
+            for source, target in step.clones:
+                registers[target] = registers[source].clone()
+            for index in step.free:
+                registers[index] = None
+        return {ref: registers[index].contiguous() for ref, index in self.stores}
+
+
+class _Compiler:
+    """Assigns registers to values, and turns nodes into steps."""
+
+    def __init__(
+        self,
+        traced: TracedModel,
+        order: Sequence[str],
+        device: torch.device,
+        modules: Mapping[str, nn.Module],
+        tensors: Mapping[str, tuple[nn.Module, str]],
+        constant: Callable[[Tensor], Tensor],
+    ) -> None:
+        self._traced = traced
+        self._nodes = traced.recording.nodes
+        self._device = device
+        self._modules = modules
+        self._tensors = tensors
+        self._constant = constant
+        self._registers: dict[Value | Ref, int] = {}
+        calls = [(name, i) for name in order for i in traced.members[name]]
+        self._written = frozenset[int]().union(*(self._nodes[i].writes for _, i in calls))
+        self._calls = self._without_repeats(calls)
+
+    def _without_repeats(self, calls: list[tuple[str, int]]) -> list[tuple[str, int]]:
+        """Drop constants that an earlier layer has made already, unless some layer writes to them."""
+        done: set[int] = set()
+        kept = []
+        for name, i in calls:
+            if i not in done or any(self._storage(v) in self._written for v in self._nodes[i].makes):
+                kept.append((name, i))
+            done.add(i)
+        return kept
+
+    def compile(self, inputs: tuple[Ref, ...], outputs: tuple[Ref, ...], seed: int) -> Steps:
+        """Return the steps between these inputs and outputs."""
+        value_of = self._traced.value_of
+        loads = tuple(
+            (self._register(value_of[ref]), ref, self._storage(value_of[ref]) in self._written)
+            for ref in inputs
+        )
+        copies = {
+            ref: made for ref in outputs if ref not in inputs and (made := self._overwritten(ref)) is not None
+        }
+        stores = tuple(
+            (ref, self._register(ref) if ref in copies else self._register(value_of[ref])) for ref in outputs
+        )
+        last_read: dict[int, int] = {}
+        for c, (_, i) in enumerate(self._calls):
+            for value in self._nodes[i].reads:
+                last_read[self._register(value)] = c
+        stored = {register for _, register in stores}
+        wanted = last_read.keys() | stored | {self._register(value_of[ref]) for ref in copies}
+        steps, seeded = [], None
+        for c, (name, i) in enumerate(self._calls):
+            node = self._nodes[i]
+            clones = tuple(
+                (self._register(value_of[ref]), self._register(ref)) for ref, at in copies.items() if at == c
+            )
+            over = {r for r, last in last_read.items() if last == c} | {
+                r for r, _ in clones if r not in last_read
+            }
+            key = name if node.random and seeded != name else None
+            seeded = name if key else seeded
+            steps.append(self._step(node, key, wanted, clones, tuple(sorted(over - stored))))
+        return Steps(
+            inputs=inputs,
+            outputs=outputs,
+            num_registers=len(self._registers),
+            loads=loads,
+            stores=stores,
+            steps=tuple(steps),
+            seed=seed,
+        )
+
+    def _register(self, value: Value | Ref) -> int:
+        return self._registers.setdefault(value, len(self._registers))
+
+    def _storage(self, value: Value) -> int:
+        return self._traced.recording.facts[value.number].storage
+
+    def _overwritten(self, ref: Ref) -> int | None:
+        """Return the call that makes a value which a later layer of the stage writes in place."""
+        value = self._traced.value_of[ref]
+        made = max(c for c, (_, i) in enumerate(self._calls) if value in self._nodes[i].makes)
+        layer = self._calls[made][0]
+        later = (i for name, i in self._calls[made + 1 :] if name != layer)
+        return made if any(self._storage(value) in self._nodes[i].writes for i in later) else None
+
+    def _step(
+        self,
+        node: Node,
+        key: str | None,
+        wanted: Set[int],
+        clones: tuple[tuple[int, int], ...],
+        free: tuple[int, ...],
+    ) -> _Step:
+        results = tuple(self._register(v) for v in node.results)
+        moves = tuple((self._register(a), self._register(b)) for a, b in node.mutated)
+        alone = len(node.args) == 1 and isinstance(node.args[0], Value) and not node.kwargs
+        plain = alone and len(results) == 1 and not moves and node.grad
+        return _Step(
+            call=self._modules[node.target] if isinstance(node.target, str) else node.target,
+            single=self._register(node.args[0]) if plain else None,
+            args=tuple(self._argument(a) for a in node.args),
+            kwargs={k: self._argument(a) for k, a in node.kwargs.items()},
+            results=tuple(r if plain or r in wanted else -1 for r in results),
+            moves=tuple((a, b) for a, b in moves if b in wanted),
+            clones=clones,
+            free=free if results[:1] == () or results[0] in wanted or not plain else (*free, results[0]),
+            key=key,
+            grad=node.grad,
+        )
+
+    def _argument(self, tree: Any) -> Any:
+        bound = map_tree(self._bind, tree)
+        if isinstance(bound, _RESOLVERS) or not any(
+            isinstance(leaf, _RESOLVERS) for leaf in tree_leaves(bound)
+        ):
+            return bound
+        return _Nested(bound)
+
+    def _bind(self, leaf: Any) -> Any:
+        if isinstance(leaf, Value):
+            return _Register(self._register(leaf))
+        if isinstance(leaf, Attribute):
+            return _Held(*self._tensors[leaf.path])
+        if isinstance(leaf, Constant):
+            return self._constant(leaf.tensor)
+        return self._device if isinstance(leaf, torch.device) else leaf

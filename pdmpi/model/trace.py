@@ -1,0 +1,222 @@
+"""From a user's module to the layer graph, without the module's memory."""
+
+from __future__ import annotations
+
+import fnmatch
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pdmpi.config.run import ModelConfig
+from pdmpi.errors import InputError
+from pdmpi.graph import LayerGraph, Ref
+from pdmpi.graph.graph import INPUT
+from pdmpi.model.build import load_factory
+from pdmpi.model.deferred import Tape, cast
+from pdmpi.model.layers import LayerState, layers_of
+from pdmpi.model.record import CannotFollow, Recording, Value, record
+from pdmpi.model.tree import map_tree, tensors_of
+
+__all__ = ["TracedModel", "trace_model"]
+
+_CONTAINERS = (
+    nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder,
+)  # fmt: skip
+
+
+@dataclass(kw_only=True)
+class TracedModel:
+    """A model that has been run once without memory: its graph, and all that a stage is built from.
+
+    Attributes
+    ----------
+    module
+        The model, its tensors on ``meta``.
+    tape
+        Makes its tensors real.
+    seed, dtype
+        As given to `trace_model`.
+    recording
+        Its calls.
+    graph
+        Its layers.
+    members
+        Positions of each layer's calls in the recording.
+    state
+        What each layer holds.
+    value_of
+        The recorded value behind each value of the graph.
+    opaque
+        Submodules that are one layer since they cannot be looked into, with the reason.
+    """
+
+    module: nn.Module
+    tape: Tape
+    seed: int
+    dtype: torch.dtype
+    recording: Recording
+    graph: LayerGraph
+    members: Mapping[str, tuple[int, ...]]
+    state: Mapping[str, LayerState]
+    value_of: Mapping[Ref, Value]
+    opaque: Mapping[str, str] = field(default_factory=dict)
+
+    def boundary(self, layers: Iterable[str], *, is_last: bool) -> tuple[tuple[Ref, ...], tuple[Ref, ...]]:
+        """Return the values that a stage of these layers takes, and those that it returns."""
+        inside = set(layers)
+        taken: dict[Ref, None] = {}
+        given: dict[Ref, None] = dict.fromkeys(self.graph.outputs) if is_last else {}
+        for layer in self.graph.layers:
+            if layer.name in inside:
+                if layer.kind == INPUT:
+                    taken.update(dict.fromkeys(Ref(layer.name, i) for i in range(len(layer.outputs))))
+                taken.update(dict.fromkeys(ref for ref in layer.inputs if ref.layer not in inside))
+            else:
+                given.update(dict.fromkeys(ref for ref in layer.inputs if ref.layer in inside))
+        if is_last:
+            taken.update(dict.fromkeys(ref for ref in self.graph.outputs if ref.layer not in inside))
+        else:
+            given.update(dict.fromkeys(ref for ref in self.graph.outputs if ref.layer in inside))
+        index = self.graph.index
+        return tuple(taken), tuple(sorted(given, key=lambda ref: (index[ref.layer], ref.output)))
+
+    def flatten(self, example: Any) -> dict[Ref, Tensor]:
+        """Return the tensors of a batch's input as the values that the first stage takes."""
+        inputs = [layer for layer in self.graph.layers if layer.kind == INPUT]
+        refs = [Ref(layer.name, i) for layer in inputs for i in range(len(layer.outputs))]
+        tensors = tensors_of(list(arguments_of(self.module, example).values()))
+        if len(tensors) != len(refs):
+            raise InputError(
+                f"the batch holds {len(tensors)} tensors, the model was traced with {len(refs)}; "
+                "every batch must have the same structure"
+            )
+        return dict(zip(refs, tensors, strict=True))
+
+    def unflatten(self, values: Mapping[Ref, Tensor]) -> Any:
+        """Return the structure that the model returns, from the values of the last stage."""
+        ref_of = {value: ref for ref, value in self.value_of.items()}
+
+        def fill(leaf: Any) -> Any:
+            return values[ref_of[leaf]] if isinstance(leaf, Value) else leaf
+
+        return map_tree(fill, self.recording.output)
+
+
+def trace_model(
+    config: ModelConfig, example: Any, *, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> TracedModel:
+    """Build a model without memory, run it once, and return its layer graph.
+
+    Parameters
+    ----------
+    config
+        Names the factory; ``leaves`` are patterns of submodules that stay one layer each.
+    example
+        One microbatch of the data set's input: a tensor; a tuple or list of the model's
+        positional arguments; or a dictionary of its keyword arguments.  Only shapes and
+        dtypes matter.  Floating tensors are taken as of ``dtype``.
+    seed
+        Seed of the weights and of everything random in the forward.
+    dtype
+        Type of floating parameters and buffers.
+
+    Raises
+    ------
+    InputError
+        When the factory fails, or the model cannot be followed: naming module, line and
+        remedy.
+    """
+    factory = load_factory(config.factory)
+    tape = Tape(seed)
+    with tape.recording():
+        try:
+            module = factory(**config.args)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise InputError(f"[model] factory {config.factory!r} failed: {reason}") from error
+        if not isinstance(module, nn.Module):
+            kind = type(module).__name__
+            raise InputError(f"[model] factory {config.factory!r} returned {kind}, not a torch module")
+        cast(module, dtype)
+    module.train()
+
+    def as_trained(leaf: Any) -> Any:
+        return leaf.to("meta", dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    arguments = map_tree(as_trained, arguments_of(module, example))
+    opaque: dict[str, str] = {}
+    is_leaf = _leaf_rule(module, config.leaves, opaque)
+    while True:
+        try:
+            recording = record(module, arguments, is_leaf, tape)
+            break
+        except CannotFollow as failure:
+            if not failure.path or failure.path in opaque:
+                raise InputError(_remedy(failure, config)) from failure
+            opaque[failure.path] = failure.reason
+    layers = layers_of(recording, module)
+    return TracedModel(
+        module=module, tape=tape, seed=seed, dtype=dtype, recording=recording, graph=layers.graph,
+        members=layers.members, state=layers.state, value_of=layers.value_of, opaque=opaque,
+    )  # fmt: skip
+
+
+def arguments_of(module: nn.Module, example: Any) -> dict[str, Any]:
+    """Return the model's arguments by name; positional ones start with ``*``."""
+    if isinstance(example, Mapping):
+        return {str(name): value for name, value in example.items()}
+    positional = example if isinstance(example, (tuple, list)) else (example,)
+    signature = inspect.signature(module.forward)
+    try:
+        bound = signature.bind(*positional).arguments
+    except TypeError as error:
+        raise InputError(
+            f"{type(module).__name__}.forward does not take the data set's input ({error}); "
+            "a tuple is passed as positional arguments, a dictionary as keywords"
+        ) from error
+    named: dict[str, Any] = {}
+    for name, value in bound.items():
+        if signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL:
+            named.update({f"*{name}_{i}": item for i, item in enumerate(value)})
+        else:
+            named[f"*{name}"] = value
+    return named
+
+
+def _remedy(failure: CannotFollow, config: ModelConfig) -> str:
+    where = f"module {failure.path!r}" if failure.path else "the model's own forward"
+    return (
+        f"cannot trace {where} of {config.factory}: {failure.reason}; move that code into a submodule, "
+        'which is then one layer by itself, or name one that holds it: [model] leaves = ["path.*"]'
+    )
+
+
+def _leaf_rule(
+    root: nn.Module, patterns: Sequence[str], opaque: Mapping[str, str]
+) -> Callable[[str, nn.Module], bool]:
+    """Return the rule that tells which submodules are one layer each.
+
+    These are the layers of ``torch.nn``; those that ``patterns`` name; those in ``opaque``;
+    and, when the model itself is an `nn.Sequential`, whatever the user put in it.
+    """
+
+    def is_leaf(path: str, module: nn.Module) -> bool:
+        if not path:
+            return False
+        if path in opaque or any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns):
+            return True
+        if isinstance(module, _CONTAINERS):
+            return False
+        if type(module).__module__.startswith("torch.nn."):
+            return True
+        parents = [root.get_submodule(path.rsplit(".", n)[0]) for n in range(1, path.count(".") + 1)]
+        return isinstance(root, nn.Sequential) and all(isinstance(p, nn.Sequential) for p in parents)
+
+    paths = [path for path, _ in root.named_modules()]
+    unmatched = [p for p in patterns if not fnmatch.filter(paths, p)]
+    InputError.collect(f"[model] leaves = [{p!r}] matches no submodule of the model" for p in unmatched)
+    return is_leaf
