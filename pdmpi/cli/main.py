@@ -105,12 +105,11 @@ def _run() -> tuple[int, str]:
         return error.exit_code, f"pdmpi: error: {error.format_message()}"
     except (KeyboardInterrupt, click.Abort):
         return 130, "pdmpi: interrupted"
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1, ""
     except PdmpiError as error:
         return error.exit_code, _line(error)
     except SystemExit as error:
+        if isinstance(sys.stdout, click.utils.PacifyFlushWrapper):  # the reader of a pipe went away
+            return 1, ""
         if isinstance(error.code, str):
             return 1, error.code
         code = error.code or 0

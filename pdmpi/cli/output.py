@@ -16,6 +16,7 @@ import numpy as np
 from rich import box, progress
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 __all__ = ["Progress", "emit", "human_bytes", "human_seconds", "json_option", "table"]
 
@@ -34,12 +35,12 @@ def json_option(command: _Command) -> _Command:
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
     """Return a table for `emit`; columns whose cells are all numbers are aligned right."""
     cells = [list(row) for row in rows]
-    made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    made = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD)
     for i, name in enumerate(columns):
         numeric = all(_is_number(row[i]) for row in cells)
-        made.add_column(name, justify="right" if numeric else "left", overflow="fold")
+        made.add_column(Text(name), justify="right" if numeric else "left", overflow="fold")
     for row in cells:
-        made.add_row(*("" if cell is None else str(cell) for cell in row))
+        made.add_row(*(Text("" if cell is None else str(cell)) for cell in row))
     return made
 
 
