@@ -1,0 +1,166 @@
+"""What every instruction of a program costs: seconds on its device, bytes on its links, bytes of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pdmpi.plan.cluster import Cluster, Level
+from pdmpi.plan.plan import Plan, StagePlan
+from pdmpi.plan.profile import Profile
+from pdmpi.schedule.program import Channel, Kind, Op, Topology
+from pdmpi.simulate.network import Network
+
+__all__ = ["BUCKET_BYTES", "Costs", "StageCost", "costs_of"]
+
+BUCKET_BYTES = 4 << 20
+"""Gradients of a replicated stage are summed in buckets of this size, as the runtime does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCost:
+    """One stage and one microbatch on a device of relative speed one.
+
+    Attributes
+    ----------
+    forward_s, backward_s
+        Seconds; recomputing activations costs another ``forward_s``.
+    backward_input_s
+        The share of ``backward_s`` that gradients of the inputs take, where a schedule
+        splits the backward; the rest is for gradients of the parameters.
+    update_s
+        Of one optimizer step.
+    parameter_bytes, gradient_bytes, state_bytes, buffer_bytes
+        Of one weight version, of the gradients of what is trained, of the optimizer's
+        state, and of buffers that are not versioned.
+    saved_bytes
+        What autograd keeps between forward and backward of one microbatch.
+    workspace_bytes
+        Most that any layer allocates beyond that while it runs.
+    """
+
+    forward_s: float
+    backward_s: float
+    backward_input_s: float
+    update_s: float = 0.0
+    parameter_bytes: int = 0
+    gradient_bytes: int = 0
+    state_bytes: int = 0
+    buffer_bytes: int = 0
+    saved_bytes: int = 0
+    workspace_bytes: int = 0
+
+    def seconds(self, op: Op) -> float:
+        """Return what an instruction keeps the device busy for; posts and waits cost nothing of their own."""
+        return {
+            Op.FORWARD: self.forward_s,
+            Op.RECOMPUTE: self.forward_s,
+            Op.BACKWARD: self.backward_s,
+            Op.BACKWARD_INPUT: self.backward_input_s,
+            Op.BACKWARD_WEIGHT: self.backward_s - self.backward_input_s,
+            Op.UPDATE: self.update_s,
+        }.get(op, 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """Costs of a program's instructions.
+
+    Attributes
+    ----------
+    stages
+        One entry a stage.
+    message_bytes
+        Bytes of one message of each channel.
+    network
+        Links between the ranks.
+    speeds
+        Speed of each rank's device relative to the profiled one.
+    """
+
+    stages: tuple[StageCost, ...]
+    message_bytes: Mapping[Channel, int]
+    network: Network
+    speeds: tuple[float, ...]
+
+    @classmethod
+    def uniform(
+        cls,
+        topology: Topology,
+        *,
+        forward_s: float = 1.0,
+        backward_s: float = 2.0,
+        update_s: float = 0.0,
+        message_s: float = 0.0,
+    ) -> Costs:
+        """Return equal costs for all stages of a topology, every rank on a device of its own.
+
+        ``message_s`` is the duration of any message, activation or gradient.
+        """
+        wire = Level(name="wire", count=topology.num_ranks, bandwidth_bytes_per_s=1.0 / (message_s or 1.0))
+        stage = StageCost(
+            forward_s=forward_s, backward_s=backward_s, backward_input_s=backward_s / 2, update_s=update_s
+        )
+        size = 1 if message_s else 0
+        sizes = {Channel(Kind.ACTIVATION, a, b): size for a, b in topology.edges}
+        sizes |= {Channel(Kind.GRADIENT, b, a): size for a, b in topology.edges}
+        return cls(
+            stages=(stage,) * topology.num_stages,
+            message_bytes=sizes,
+            network=Network(Cluster(name="uniform", levels=(wire,)), tuple(range(topology.num_ranks))),
+            speeds=(1.0,) * topology.num_ranks,
+        )
+
+    def compute_s(self, op: Op, stage: int, rank: int) -> float:
+        """Return the seconds that an instruction keeps its rank's device busy."""
+        return self.stages[stage].seconds(op) / self.speeds[rank]
+
+    def buckets(self, stage: int) -> int:
+        """Return in how many buckets the gradients of a stage are summed."""
+        return max(1, -(-self.stages[stage].gradient_bytes // BUCKET_BYTES))
+
+
+def costs_of(plan: Plan) -> Costs:
+    """Return the costs of a plan's instructions, from its profile, cluster and placement.
+
+    Where a schedule splits the backward, a layer with trained parameters is assumed to
+    spend half of it on gradients of its inputs and half on those of its parameters (as a
+    matrix product does), and a layer without them all of it on its inputs.
+    """
+    cluster = plan.cluster
+    device_of = {p.rank: p.node * cluster.devices_per_node + p.device for p in plan.placement}
+    devices = tuple(device_of[rank] for rank in range(plan.num_ranks))
+    graph = plan.profile.graph
+    sizes: dict[Channel, int] = {}
+    for (source, target), refs in plan.boundaries.items():
+        specs = [graph.spec(ref) for ref in refs]
+        sizes[Channel(Kind.ACTIVATION, source, target)] = sum(spec.nbytes for spec in specs)
+        differentiable = sum(spec.nbytes for spec in specs if spec.requires_grad)
+        sizes[Channel(Kind.GRADIENT, target, source)] = differentiable
+    return Costs(
+        stages=tuple(_stage_cost(plan.profile, stage) for stage in plan.stages),
+        message_bytes=sizes,
+        network=Network(cluster, devices),
+        speeds=tuple(cluster.device(device).relative_speed for device in devices),
+    )
+
+
+def _stage_cost(profile: Profile, stage: StagePlan) -> StageCost:
+    positions = [profile.graph.index[name] for name in stage.layers]
+    layers = [(profile.graph.layers[i], profile.costs[i]) for i in positions]
+    parameter_bytes = sum(cost.parameter_bytes for _, cost in layers)
+    trained = [bool(layer.trainable and cost.parameter_bytes) for layer, cost in layers]
+    gradient_bytes = sum(cost.parameter_bytes for t, (_, cost) in zip(trained, layers, strict=True) if t)
+    inputs = sum(cost.backward_s * (0.5 if t else 1.0) for t, (_, cost) in zip(trained, layers, strict=True))
+    return StageCost(
+        forward_s=sum(cost.forward_s for _, cost in layers),
+        backward_s=sum(cost.backward_s for _, cost in layers),
+        backward_input_s=inputs,
+        update_s=gradient_bytes * profile.update_s_per_byte,
+        parameter_bytes=parameter_bytes,
+        gradient_bytes=gradient_bytes,
+        state_bytes=round(gradient_bytes * profile.optimizer_state_factor),
+        buffer_bytes=sum(cost.buffer_bytes for _, cost in layers),
+        saved_bytes=sum(cost.saved_bytes for _, cost in layers),
+        workspace_bytes=max((cost.workspace_bytes for _, cost in layers), default=0),
+    )
