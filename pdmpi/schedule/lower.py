@@ -1,0 +1,162 @@
+"""Lowering: from the order of computations to the program that a rank runs.
+
+Each instruction gets a place beside a computation (`Place`), and the places are sorted::
+
+    wait for the activation's send | recompute | wait for receives | post the reduction
+    computation
+    wait for the last gradient's send | post sends | post receives into freed slots
+    wait for the reduction | update
+
+Receives are posted as soon as their slot falls free, sends are waited for as late as
+their slot allows: that hides transfers and lets no rendezvous block a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import fields
+
+import numpy as np
+
+from pdmpi.schedule.lane import Lane, Link, Recompute
+from pdmpi.schedule.listing import Listing, Place
+from pdmpi.schedule.order import Order
+from pdmpi.schedule.program import NO_SLOT, Channel, Group, Kind, Op, Program, SlotCounts, Topology
+from pdmpi.schedule.slots import Allocation, Positions
+
+__all__ = ["lower"]
+
+
+def lower(order: Order, recompute: Recompute = "never", recompute_stages: Collection[int] = ()) -> Program:
+    """Return the program that runs an order.
+
+    Parameters
+    ----------
+    order
+        Of every rank's forwards and backwards.
+    recompute
+        Whether activations are kept from forward to backward (``never``) or made again from
+        the input (``always``); ``except-last`` keeps them where the backward follows its
+        forward at once, as that of GPipe's last microbatch does.
+    recompute_stages
+        Stages that recompute always, whatever ``recompute`` says.
+    """
+    topology = order.topology
+    links = tuple(Link(i, channel) for i, channel in enumerate(channels_of(topology)))
+    reduced = [s for s, r in enumerate(topology.ranks) if len(r) > 1 and order.microbatches_per_update[s]]
+    groups = {s: index for index, s in enumerate(reduced)}
+    slots = [SlotCounts(weights=0)] * topology.num_stages
+    rows = []
+    for acts in order.actions:
+        listing = Listing()
+        for stage in np.unique(acts[:, 1]).tolist():
+            lane = Lane(order, stage, acts, links, "always" if stage in recompute_stages else recompute)
+            _write(lane, topology, groups.get(stage, NO_SLOT), listing)
+            slots[stage] = _most(slots[stage], lane.slots)
+        rows.append(listing.rows())
+    return Program(
+        schedule=order.schedule,
+        topology=topology,
+        num_microbatches=order.num_microbatches,
+        microbatches_per_update=order.microbatches_per_update,
+        channels=tuple(link.channel for link in links),
+        groups=tuple(Group(s, topology.ranks[s]) for s in reduced),
+        slots=tuple(slots),
+        rows=tuple(rows),
+    )
+
+
+def channels_of(topology: Topology) -> tuple[Channel, ...]:
+    """Return a channel for the activations of each edge, then for the gradients of each that has any."""
+    forth = [Channel(Kind.ACTIVATION, source, target) for source, target in topology.edges]
+    back = [Channel(Kind.GRADIENT, t, s) for s, t in topology.edges if (s, t) not in topology.no_gradient]
+    return (*forth, *back)
+
+
+def _most(a: SlotCounts, b: SlotCounts) -> SlotCounts:
+    return SlotCounts(**{f.name: max(getattr(a, f.name), getattr(b, f.name)) for f in fields(SlotCounts)})
+
+
+def _write(lane: Lane, topology: Topology, group: int, listing: Listing) -> None:
+    _write_computations(lane, listing)
+    for link in lane.incoming:
+        _write_receives(lane, link, topology, listing)
+    for link in lane.outgoing:
+        _write_sends(lane, link, topology, listing)
+    if len(lane.window_end):
+        _write_updates(lane, group, listing)
+
+
+def _write_computations(lane: Lane, listing: Listing) -> None:
+    k, version, weights = lane.microbatch, lane.version, lane.version % lane.num_weights
+    saved = _slot(lane.saved)
+    kept = np.where(lane.recomputed, NO_SLOT, saved)
+    stage = lane.stage
+    listing.add(
+        lane.forward, Place.COMPUTE, Op.FORWARD, stage, k,
+        version, weights, lane.input.slot, _slot(lane.output), kept,
+    )  # fmt: skip
+    if not lane.trained:
+        return
+    again = np.flatnonzero(lane.recomputed)
+    if lane.saved and len(again):
+        listing.add(
+            lane.backward[again], Place.RECOMPUTE, Op.RECOMPUTE, stage, k[again],
+            version[again], weights[again], lane.input.slot[again], lane.saved.slot[again],
+        )  # fmt: skip
+    listing.add(
+        lane.backward, Place.COMPUTE, Op.BACKWARD_INPUT if lane.split else Op.BACKWARD, stage, k,
+        version, weights, saved, _slot(lane.grad_in), _slot(lane.grad_out),
+    )  # fmt: skip
+    if lane.split:
+        listing.add(lane.last_use, Place.COMPUTE, Op.BACKWARD_WEIGHT, stage, k, version, weights, saved)
+
+
+def _write_receives(lane: Lane, link: Link, topology: Topology, listing: Listing) -> None:
+    activation = link.channel.kind == Kind.ACTIVATION
+    slots = lane.input if activation else lane.grad_in
+    if slots is None:
+        return
+    needed = lane.forward if activation else lane.backward
+    first = np.argsort(needed, kind="stable")
+    k = lane.microbatch[first]
+    operands = (link.index, _peers(topology, link.channel.source_stage, k), slots.slot[first])
+    listing.add(slots.free_after[first], Place.RECEIVE, Op.POST_RECV, lane.stage, k, *operands)
+    listing.add(needed[first], Place.RECEIVED, Op.WAIT_RECV, lane.stage, k, *operands)
+
+
+def _write_sends(lane: Lane, link: Link, topology: Topology, listing: Listing) -> None:
+    activation = link.channel.kind == Kind.ACTIVATION
+    slots = lane.output if activation else lane.grad_out
+    if slots is None:
+        return
+    k, peer = lane.microbatch, _peers(topology, link.channel.target_stage, lane.microbatch)
+    operands = (link.index, peer, slots.slot)
+    made = lane.forward if activation else lane.backward
+    listing.add(made, Place.SEND, Op.POST_SEND, lane.stage, k, *operands)
+    if activation:
+        listing.add(lane.sent, Place.SENT, Op.WAIT_SEND, lane.stage, k, *operands)
+    else:
+        by_time = np.argsort(lane.backward, kind="stable")
+        following = np.full(len(k), lane.num_actions)
+        following[by_time[:-1]] = lane.backward[by_time[1:]]
+        listing.add(following, Place.GRADIENT_SENT, Op.WAIT_SEND, lane.stage, k, *operands)
+
+
+def _write_updates(lane: Lane, group: int, listing: Listing) -> None:
+    at, last = lane.window_end, lane.window_last
+    if group != NO_SLOT:
+        listing.add(at, Place.POST_REDUCE, Op.POST_REDUCE, lane.stage, last, group)
+        listing.add(at, Place.REDUCED, Op.WAIT_REDUCE, lane.stage, last, group)
+    version = np.arange(1, len(at) + 1)
+    ring = lane.num_weights
+    listing.add(at, Place.UPDATE, Op.UPDATE, lane.stage, last, version, (version - 1) % ring, version % ring)
+
+
+def _peers(topology: Topology, stage: int, microbatch: Positions) -> Positions:
+    ranks = np.array(topology.ranks[stage])
+    return ranks[microbatch % len(ranks)]
+
+
+def _slot(slots: Allocation | None) -> int | Positions:
+    return NO_SLOT if slots is None else slots.slot

@@ -1,0 +1,76 @@
+"""Slots for things that live for a while: the fewest that do, given in the order they fall free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Allocation", "allocate"]
+
+Positions = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """Slots of a number of items.
+
+    Attributes
+    ----------
+    count
+        Slots in all.
+    slot
+        Slot of each item.
+    free_after
+        Position of the release that leaves each item's slot free; -1 for a slot not used before.
+    """
+
+    count: int
+    slot: Positions
+    free_after: Positions
+
+
+def allocate(acquire: Positions, release: Positions, *, least: int = 0, ahead: bool = False) -> Allocation:
+    """Give every item a slot that no item alive at the same time has.
+
+    Parameters
+    ----------
+    acquire, release
+        Positions from and to which each item needs its slot.  An item that is released at
+        another's acquisition still needs its own slot.
+    least
+        Slots to have at least.
+    ahead
+        Whether each slot must be free a computation before it is needed, so that it can be
+        received into meanwhile; takes one slot more where that is not so anyway.
+    """
+    num = len(acquire)
+    first = np.argsort(acquire, kind="stable")
+    starts = acquire[first]
+    ends = release[first]
+    order = np.argsort(ends, kind="stable")
+    freed = ends[order]
+    alive = np.arange(1, num + 1) - np.searchsorted(freed, starts)
+    count = max(int(alive.max(initial=0)), least)
+    if ahead and count < num and bool((starts[count:] - freed[: num - count] < 2).any()):
+        count += 1
+    count = min(count, num)
+    taken = np.arange(num)
+    if count:
+        taken = _handed_on(taken, order, count)
+    slot = np.empty(num, np.int64)
+    slot[first] = taken
+    free_after = np.full(num, -1, np.int64)
+    free_after[first[count:]] = freed[: num - count]
+    return Allocation(count, slot, free_after)
+
+
+def _handed_on(index: Positions, order: Positions, count: int) -> Positions:
+    """Return the slots when item ``i`` takes over the slot of the ``i - count``-th release."""
+    if np.array_equal(order, index):
+        return index % count
+    slots = index.tolist()
+    for i, giver in enumerate(order[: len(slots) - count].tolist(), start=count):
+        slots[i] = slots[giver]
+    return np.array(slots, np.int64)
