@@ -6,6 +6,7 @@ it can be simulated, explained and re-made for another shape without any other f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -113,6 +114,31 @@ class Plan:
     def num_ranks(self) -> int:
         """Number of MPI ranks that run the plan."""
         return 1 + max(p.rank for p in self.placement)
+
+    @property
+    def devices(self) -> list[list[int]]:
+        """Devices of the cluster that play each stage, in the order of its replicas."""
+        groups: list[list[int]] = [[] for _ in self.stages]
+        for p in self.placement:
+            groups[p.stage].append(p.node * self.cluster.devices_per_node + p.device)
+        return groups
+
+    @property
+    def copies(self) -> int:
+        """Copies of the pipeline, each on its own part of the cluster; replica r is in copy r mod copies."""
+        return next(
+            copies
+            for copies in range(math.gcd(*(stage.replicas for stage in self.stages)), 0, -1)
+            if copies == 1 or self._is_copied(copies)
+        )
+
+    def _is_copied(self, copies: int) -> bool:
+        part = self.cluster.num_devices // copies
+        return (
+            len(self.stages) > 1
+            and self.cluster.num_devices % copies == 0
+            and all(device // part == r % copies for group in self.devices for r, device in enumerate(group))
+        )
 
     @property
     def boundaries(self) -> dict[tuple[int, int], tuple[Ref, ...]]:

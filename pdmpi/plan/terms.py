@@ -1,0 +1,68 @@
+"""What a schedule asks of one stage: versions, microbatches in flight, microbatches per update.
+
+This is the closed form of each schedule as the planner costs it; the program that really
+runs is made by the schedule room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pdmpi.errors import InputError, nearest
+from pdmpi.plan.plan import ScheduleChoice
+
+__all__ = ["SCHEDULES", "Terms", "terms_of"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """How a schedule uses a stage.
+
+    Attributes
+    ----------
+    versions
+        Weight versions at most; None when as many as the in-flight depth.
+    flushes
+        Whether the pipeline drains before every update.
+    holds_all
+        Whether all microbatches of an update are in flight before the first backward (GPipe).
+    accumulates
+        Whether an update averages ``microbatches`` gradients, rather than one of each replica.
+    straight
+        Whether a stage has one replica at most.
+    """
+
+    versions: int | None = 1
+    flushes: bool = True
+    holds_all: bool = False
+    accumulates: bool = True
+    straight: bool = False
+
+
+SCHEDULES: Mapping[str, Terms] = {
+    "pipedream": Terms(versions=None, flushes=False, accumulates=False),
+    "pipedream-vsync": Terms(versions=None, flushes=False, accumulates=False),
+    "2bw": Terms(versions=2, flushes=False),
+    "gpipe": Terms(holds_all=True),
+    "1f1b": Terms(),
+    "interleaved": Terms(straight=True),
+    "zb-h1": Terms(),
+    "zb-v": Terms(straight=True),
+    "data-parallel": Terms(accumulates=False),
+    "model-parallel": Terms(accumulates=False, straight=True),
+}
+"""Every schedule by name."""
+
+
+def terms_of(choice: ScheduleChoice) -> Terms:
+    """Return the terms of a schedule.
+
+    Raises
+    ------
+    InputError
+        No schedule has that name.
+    """
+    if choice.name not in SCHEDULES:
+        raise InputError(f"schedule {choice.name!r} is unknown{nearest(choice.name, SCHEDULES)}")
+    return SCHEDULES[choice.name]
