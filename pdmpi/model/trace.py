@@ -84,6 +84,17 @@ class TracedModel:
         index = self.graph.index
         return tuple(taken), tuple(sorted(given, key=lambda ref: (index[ref.layer], ref.output)))
 
+    def tensors_of(self, layer: str) -> list[Tensor]:
+        """Return the parameters and buffers that a layer holds, on ``meta``."""
+        found: list[Tensor] = []
+        for path in self.state[layer].modules:
+            held = self.module.get_submodule(path)
+            found += [*held.parameters(), *held.buffers()]
+        for path in self.state[layer].tensors:
+            parent, _, name = path.rpartition(".")
+            found.append(getattr(self.module.get_submodule(parent), name))
+        return found
+
     def flatten(self, example: Any) -> dict[Ref, Tensor]:
         """Return the tensors of a batch's input as the values that the first stage takes."""
         inputs = [layer for layer in self.graph.layers if layer.kind == INPUT]

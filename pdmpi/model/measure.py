@@ -1,0 +1,266 @@
+"""What each layer costs: time, bytes moved, bytes kept.
+
+Layers are measured one after the other as a training step runs them, forward in order and
+then backward in reverse, so that caches are as they will be.  A model that would not fit
+into memory is measured in runs of consecutive layers.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pdmpi import __version__
+from pdmpi.config.run import ModelConfig, OptimizerConfig, RunConfig
+from pdmpi.errors import InputError, nearest
+from pdmpi.graph import Layer, Ref
+from pdmpi.graph.graph import INPUT
+from pdmpi.model.build import build_stage, load_factory
+from pdmpi.model.example import cast_floating, dtype_of, example_batch, microbatch_size
+from pdmpi.model.timing import Clock, LayerSample, SavedBytes, Step
+from pdmpi.model.trace import TracedModel, trace_model
+from pdmpi.plan.profile import LayerCost, Profile
+
+__all__ = ["machine_facts", "profile_model"]
+
+_WARM_UP = 2
+_FEWEST = 3
+_OPTIMIZER_BYTES = 1 << 22
+
+
+def profile_model(
+    config: RunConfig,
+    *,
+    device: torch.device | str = "cpu",
+    repeats: int = 20,
+    budget_s: float = 20.0,
+    memory_bytes: int | None = None,
+    tell: Callable[[int, int, str], None] | None = None,
+) -> Profile:
+    """Trace the model of a configuration and measure every layer.
+
+    Parameters
+    ----------
+    config
+        The run; its microbatch is what is measured, with its number of threads.
+    device
+        Where to measure.
+    repeats
+        Timed repetitions at most, after two that warm up; the median counts.
+    budget_s
+        Seconds after which fewer repetitions (three at least) have to do.
+    memory_bytes
+        Bytes to measure within; half of what is free by default.
+    tell
+        Called with (layers done, layers, name) as it goes on.
+
+    Raises
+    ------
+    InputError
+        For a model, data set, loss or optimizer that cannot be used, with the reason.
+    """
+    place, dtype = torch.device(device), dtype_of(config)
+    source, target = example_batch(config)
+    traced = trace_model(config.model, source, seed=config.train.seed, dtype=dtype)
+    layers = [layer for layer in traced.graph.layers if layer.kind != INPUT]
+    if not any(layer.parameters for layer in layers):
+        raise InputError(
+            f"[model] factory {config.model.factory!r} has no parameters; there is nothing to train"
+        )
+    loss = load_factory(config.loss.factory)(**config.loss.args)
+    target = cast_floating(target, dtype, place)
+    values = traced.flatten(cast_floating(source, dtype, place))
+    samples: dict[str, LayerSample] = {}
+    saved, clock, done = SavedBytes(traced), Clock(place), 0
+    room = _free_bytes(place) // 2 if memory_bytes is None else memory_bytes
+    with _threads(config.train.threads):
+        for chunk in _chunks(traced, layers, room):
+            last = chunk[-1] is layers[-1]
+            stages = {
+                layer.name: build_stage(traced, [layer.name], device=place, last=False) for layer in chunk
+            }
+            step = Step(
+                traced, stages, values, (lambda output: loss(output, target)) if last else None, clock
+            )
+            _repeat(step, saved, repeats, budget_s * len(chunk) / len(layers))
+            samples.update(step.samples)
+            values = _live(traced, step.values, chunk[-1])
+            done += len(chunk)
+            if tell is not None:
+                tell(done, len(layers), chunk[-1].name)
+        overhead = _overhead(clock, place)
+        factor, update_s_per_byte = _optimizer_costs(config.optimizer, dtype, clock, place)
+    owned = _OwnedBytes(traced)
+    return Profile(
+        graph=traced.graph,
+        costs=tuple(_cost(layer, samples.get(layer.name), owned, overhead) for layer in traced.graph.layers),
+        microbatch_size=microbatch_size(config),
+        optimizer_state_factor=factor,
+        update_s_per_byte=update_s_per_byte,
+        machine=machine_facts(place, config.train.threads),
+    )
+
+
+def machine_facts(device: torch.device, threads: int) -> dict[str, str]:
+    """Return what a reader of the profile may want to know of the machine, as text."""
+    cuda = device.type == "cuda"
+    return {
+        "host": platform.node(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "pdmpi": __version__,
+        "device": device.type,
+        "device_name": torch.cuda.get_device_name(device) if cuda else platform.machine(),
+        "cores": str(os.cpu_count()),
+        "threads": str(threads),
+    }
+
+
+def _repeat(step: Step, saved: SavedBytes, repeats: int, budget_s: float) -> None:
+    step.warm_up(saved)
+    for _ in range(_WARM_UP - 1):
+        step.run()
+    for sample in step.samples.values():
+        sample.forward_s.clear()
+        sample.backward_s.clear()
+    started = time.perf_counter()
+    for count in range(1, repeats + 1):
+        step.run()
+        if count >= _FEWEST and time.perf_counter() - started > budget_s:
+            return
+
+
+def _cost(
+    layer: Layer, sample: LayerSample | None, owned: _OwnedBytes, overhead: tuple[float, float]
+) -> LayerCost:
+    output_bytes = sum(spec.nbytes for spec in layer.outputs)
+    if sample is None:
+        return LayerCost(forward_s=0.0, backward_s=0.0, output_bytes=output_bytes)
+    parameter_bytes, buffer_bytes = owned.of(layer.name)
+    return LayerCost(
+        forward_s=max(0.0, statistics.median(sample.forward_s) - overhead[0]),
+        backward_s=max(0.0, statistics.median(sample.backward_s) - overhead[1]),
+        output_bytes=output_bytes,
+        parameter_bytes=parameter_bytes,
+        buffer_bytes=buffer_bytes,
+        saved_bytes=sample.saved_bytes,
+        workspace_bytes=sample.workspace_bytes,
+    )
+
+
+def empty_layers() -> nn.Sequential:
+    """Return a model whose layers, but for the first, do nothing."""
+    return nn.Sequential(nn.Linear(1, 1), *(nn.Flatten() for _ in range(8)))
+
+
+def _overhead(clock: Clock, device: torch.device) -> tuple[float, float]:
+    """Return the seconds (forward, backward) that timing a layer by itself adds to it.
+
+    Layers of one stage share one call of autograd's engine; layers timed alone do not.
+    """
+    source = torch.zeros(1, 1, device=device)
+    traced = trace_model(ModelConfig(factory="pdmpi.model.measure:empty_layers"), source)
+    names = [layer.name for layer in traced.graph.layers if layer.kind != INPUT]
+    stages = {name: build_stage(traced, [name], device=device, last=False) for name in names}
+    step = Step(traced, stages, traced.flatten(source), None, clock)
+    _repeat(step, SavedBytes(traced), repeats=20, budget_s=1.0)
+    empty = [step.samples[name] for name in names[1:-1]]
+    forward = statistics.median(s for sample in empty for s in sample.forward_s)
+    return forward, statistics.median(s for sample in empty for s in sample.backward_s)
+
+
+class _OwnedBytes:
+    """Bytes of the tensors that each layer is the first to own."""
+
+    def __init__(self, traced: TracedModel) -> None:
+        self._traced = traced
+        self._seen: set[int] = set()
+
+    def of(self, name: str) -> tuple[int, int]:
+        """Return (parameter bytes, buffer bytes); call it in the order of the layers."""
+        found = [0, 0]
+        for tensor in self._traced.tensors_of(name):
+            if id(tensor) not in self._seen:
+                self._seen.add(id(tensor))
+                found[not isinstance(tensor, nn.Parameter)] += tensor.nbytes
+        return found[0], found[1]
+
+
+def _live(traced: TracedModel, values: dict[Ref, Tensor], last: Layer) -> dict[Ref, Tensor]:
+    """Return the values that layers after ``last``, or the loss, read."""
+    graph = traced.graph
+    later = graph.layers[graph.index[last.name] + 1 :]
+    wanted = {ref for layer in later for ref in layer.inputs} | set(graph.outputs)
+    return {ref: tensor for ref, tensor in values.items() if ref in wanted}
+
+
+def _chunks(traced: TracedModel, layers: list[Layer], memory_bytes: int) -> Iterator[list[Layer]]:
+    """Yield runs of layers whose weights, gradients and activations fit together."""
+    owned, chunk, used = _OwnedBytes(traced), list[Layer](), 0
+    for layer in layers:
+        need = 2 * sum(owned.of(layer.name)) + 4 * sum(spec.nbytes for spec in layer.outputs)
+        if chunk and used + need > memory_bytes:
+            yield chunk
+            chunk, used = [], 0
+        chunk.append(layer)
+        used += need
+    yield chunk
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _optimizer_costs(
+    config: OptimizerConfig, dtype: torch.dtype, clock: Clock, device: torch.device
+) -> tuple[float, float]:
+    """Return (bytes of state, seconds of a step) for each byte of parameters, measured on 4 MiB."""
+    names = [
+        n
+        for n, c in vars(torch.optim).items()
+        if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)
+    ]
+    if config.name not in names:
+        raise InputError(
+            f"[optimizer] name = {config.name!r} is no class of torch.optim{nearest(config.name, names)}"
+        )
+    width = 512
+    rows = _OPTIMIZER_BYTES // (width * torch.empty(0, dtype=dtype).element_size())
+    parameter = nn.Parameter(torch.randn(rows, width, dtype=dtype, device=device))
+    parameter.grad = torch.randn_like(parameter)
+    try:
+        optimizer: Any = getattr(torch.optim, config.name)([parameter], **config.args)
+        seconds = []
+        for _ in range(5):
+            start = clock.mark()
+            optimizer.step()
+            end = clock.mark()
+            clock.finish()
+            seconds.append(clock.between(start, end))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(
+            f"[optimizer] {config.name} does not work with args = {config.args}: {error}"
+        ) from error
+    state = [t for held in optimizer.state.values() for t in held.values() if isinstance(t, Tensor)]
+    return sum(t.nbytes for t in state) / parameter.nbytes, statistics.median(seconds) / parameter.nbytes

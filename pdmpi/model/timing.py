@@ -1,0 +1,217 @@
+"""One training step, layer by layer, with a clock between the layers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pdmpi.graph import Ref
+from pdmpi.model.stage import StageModule
+from pdmpi.model.trace import TracedModel
+
+__all__ = ["Clock", "LayerSample", "SavedBytes", "Step"]
+
+
+class Clock:
+    """Marks on the device's own time line, read when all work is done."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_cuda = device.type == "cuda"
+
+    def mark(self) -> Any:
+        """Return a mark for now."""
+        if not self.on_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def finish(self) -> None:
+        """Wait until all work is done."""
+        if self.on_cuda:
+            torch.cuda.synchronize()
+
+    def between(self, start: Any, end: Any) -> float:
+        """Return the seconds between two marks; call `finish` first."""
+        return float(start.elapsed_time(end)) / 1e3 if self.on_cuda else float(end - start)
+
+
+@dataclass
+class LayerSample:
+    """Repeated measurements of one layer, seconds and bytes."""
+
+    forward_s: list[float] = field(default_factory=list)
+    backward_s: list[float] = field(default_factory=list)
+    saved_bytes: int = 0
+    workspace_bytes: int = 0
+
+
+class SavedBytes:
+    """Counts what autograd keeps from forward to backward, each piece of memory once.
+
+    A value that several layers keep (the output of one, the input of the next) counts for
+    the first that keeps it; parameters and buffers do not count.
+
+    Parameters
+    ----------
+    traced
+        Tells which values share memory.
+    """
+
+    def __init__(self, traced: TracedModel) -> None:
+        self._traced = traced
+        self._counted: set[int] = set()
+
+    def run(
+        self, stage: StageModule, inputs: Mapping[Ref, Tensor], microbatch: int
+    ) -> tuple[dict[Ref, Tensor], int]:
+        """Run a stage; return its outputs and the bytes that it alone keeps."""
+        kept: dict[int, Tensor] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            kept.setdefault(_memory(tensor), tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            outputs = stage(inputs, microbatch)
+        for held in (*stage.parameters(), *stage.buffers()):
+            kept.pop(_memory(held), None)
+        total = 0
+        for ref, tensor in {**outputs, **inputs}.items():
+            shared = self._traced.recording.facts[self._traced.value_of[ref].number].storage
+            found = kept.pop(_memory(tensor), None)
+            if found is not None and shared not in self._counted:
+                self._counted.add(shared)
+                total += found.untyped_storage().nbytes()
+        return outputs, total + sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+@dataclass
+class _Run:
+    inputs: dict[Ref, Tensor]
+    outputs: dict[Ref, Tensor]
+
+
+class Step:
+    """Forward through a few consecutive layers, and backward again.
+
+    Parameters
+    ----------
+    traced
+        The model.
+    stages
+        One stage for each layer, in order.
+    values
+        What the layers before have left.
+    criterion
+        From the model's outputs to the loss, when the last layer is among these; its time
+        counts for that layer.
+    """
+
+    def __init__(
+        self,
+        traced: TracedModel,
+        stages: Mapping[str, StageModule],
+        values: Mapping[Ref, Tensor],
+        criterion: Any,
+        clock: Clock,
+    ) -> None:
+        self.samples = {name: LayerSample() for name in stages}
+        self.values: dict[Ref, Tensor] = dict(values)
+        self._traced = traced
+        self._stages = stages
+        self._before = dict(values)
+        self._criterion = criterion
+        self._clock = clock
+        self._grads: dict[Ref, Tensor] = {}
+
+    def warm_up(self, saved: SavedBytes) -> None:
+        """Run once untimed, counting bytes."""
+        runs = {}
+        self.values = dict(self._before)
+        for name, stage in self._stages.items():
+            inputs = self._inputs(stage)
+            if self._clock.on_cuda:
+                torch.cuda.reset_peak_memory_stats()
+            outputs, kept = saved.run(stage, inputs, 0)
+            if self._clock.on_cuda:
+                peak = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+                self.samples[name].workspace_bytes = max(0, peak)
+            self.samples[name].saved_bytes = kept
+            runs[name] = self._keep(inputs, outputs)
+        self._backward(runs)
+
+    def run(self) -> None:
+        """Run once and add one sample to each layer."""
+        clock, runs = self._clock, {}
+        forward: dict[str, tuple[Any, Any]] = {}
+        self.values = dict(self._before)
+        for name, stage in self._stages.items():
+            inputs = self._inputs(stage)
+            start = clock.mark()
+            outputs = stage(inputs, 0)
+            forward[name] = start, clock.mark()
+            runs[name] = self._keep(inputs, outputs)
+        loss, loss_forward, loss_backward = self._loss()
+        backward = self._backward(runs)
+        clock.finish()
+        last = list(self._stages)[-1]
+        for name, sample in self.samples.items():
+            extra = (
+                (clock.between(*loss_forward), clock.between(*loss_backward))
+                if loss and name == last
+                else (0, 0)
+            )
+            sample.forward_s.append(clock.between(*forward[name]) + extra[0])
+            sample.backward_s.append(clock.between(*backward[name]) + extra[1])
+
+    def _inputs(self, stage: StageModule) -> dict[Ref, Tensor]:
+        graph = self._traced.graph
+        return {
+            ref: self.values[ref].detach().requires_grad_(graph.spec(ref).requires_grad)
+            for ref in stage.inputs
+        }
+
+    def _keep(self, inputs: dict[Ref, Tensor], outputs: dict[Ref, Tensor]) -> _Run:
+        for ref, tensor in outputs.items():
+            self.values[ref] = tensor.detach()
+            if tensor.requires_grad and ref not in self._grads:
+                self._grads[ref] = torch.randn_like(tensor)
+        return _Run(inputs, outputs)
+
+    def _backward(self, runs: dict[str, _Run]) -> dict[str, tuple[Any, Any]]:
+        marks = {}
+        for name in reversed(list(runs)):
+            run = runs.pop(name)
+            roots = {ref: t for ref, t in run.outputs.items() if t.requires_grad}
+            start = self._clock.mark()
+            if roots:
+                torch.autograd.backward(list(roots.values()), [self._grads[ref] for ref in roots])
+            marks[name] = start, self._clock.mark()
+        return marks
+
+    def _loss(self) -> tuple[bool, tuple[Any, Any], tuple[Any, Any]]:
+        """Run the loss on the model's outputs; return whether there is one, and its marks."""
+        nothing = (self._clock.mark(), self._clock.mark())
+        if self._criterion is None:
+            return False, nothing, nothing
+        graph = self._traced.graph
+        outputs = {
+            ref: self.values[ref].detach().requires_grad_(graph.spec(ref).requires_grad)
+            for ref in graph.outputs
+        }
+        start = self._clock.mark()
+        loss = self._criterion(self._traced.unflatten(outputs))
+        middle = self._clock.mark()
+        if loss.requires_grad:
+            loss.backward()
+        return True, (start, middle), (middle, self._clock.mark())
+
+
+def _memory(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage().data_ptr()) or id(tensor)
