@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["MPIS", "PDMPI", "REPOSITORY", "command", "each_mpi", "mpirun", "start"]
+__all__ = ["MPIS", "MPI_ENVIRONMENT", "PDMPI", "REPOSITORY", "command", "each_mpi", "mpirun", "start"]
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -41,7 +41,7 @@ MPIS = tuple(
 each_mpi = pytest.mark.parametrize("mpi", MPIS)
 """Run a test under each MPI library (its argument ``mpi``)."""
 
-_ENVIRONMENT = {
+MPI_ENVIRONMENT = {
     "openmpi": {
         "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,sm,tcp", "OMPI_MCA_mpi_yield_when_idle": "1",
@@ -65,7 +65,7 @@ def start(
     """Start a job in a session of its own; its stdout and stderr are piped as text."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMI"))}
     paths = [str(REPOSITORY), str(REPOSITORY / "tests"), inherited.get("PYTHONPATH", "")]
-    environment = inherited | _ENVIRONMENT[mpi]
+    environment = inherited | MPI_ENVIRONMENT[mpi]
     environment |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         command(num_ranks, arguments, mpi), env=environment | dict(env or {}), cwd=cwd, text=True,
