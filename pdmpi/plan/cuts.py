@@ -9,6 +9,7 @@ the given one and one that keeps the bytes alive small.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -24,7 +25,7 @@ from pdmpi.plan.profile import Profile
 
 __all__ = ["MAX_CUTS", "Cuts", "cuts_of", "trained_layers"]
 
-MAX_CUTS = 1700
+MAX_CUTS = 2000
 """Most cuts that are considered together, unless one execution order alone has more."""
 
 Floats = NDArray[np.float64]
@@ -123,6 +124,10 @@ def trained_layers(graph: LayerGraph) -> tuple[list[bool], list[bool]]:
 def cuts_of(profile: Profile, limit: int = MAX_CUTS) -> Cuts:
     """Return the cuts of a profile's graph: all of them when there are at most ``limit``.
 
+    Cuts that are never better than another one are left out: those that part a layer from
+    readers that cost nothing and return no more than it does (views), and those that leave
+    behind a layer that costs nothing and returns nothing.
+
     Raises
     ------
     InputError
@@ -132,30 +137,115 @@ def cuts_of(profile: Profile, limit: int = MAX_CUTS) -> Cuts:
     compute = [i for i, layer in enumerate(graph.layers) if layer.kind != INPUT]
     if not compute:
         raise InputError("the profile holds no layer besides the inputs; profile a model with layers")
-    before = [{graph.index[ref.layer] for ref in layer.inputs} & set(compute) for layer in graph.layers]
-    masks = _ideals([[i] for i in compute], before, limit)
+    sources = [{graph.index[ref.layer] for ref in layer.inputs} & set(compute) for layer in graph.layers]
+    blank = _blank(profile, compute, sources)
+    readers = _readers(compute, sources)
+    groups = _with_views(profile, [i for i in compute if i not in blank], sources, readers)
+    nodes = _condensed(groups, sources)
+    masks = _ideals(nodes, limit)
     complete = masks is not None
     if masks is None:
-        orders = [compute, _small_order(profile, compute, before)]
-        prefixes = [order[:n] for order in orders for n in range(len(order) + 1)]
-        masks = [sum(1 << i for i in prefix) for prefix in prefixes]
-        joined = _ideals(_series(graph, compute, before), before, limit - len(set(masks)))
-        masks += joined or []
-    return _measured(profile, masks, complete)
+        orders = [list(range(len(nodes))), _small_order(profile, nodes)]
+        chains = [_prefixes(nodes, order) for order in orders]
+        joined = _ideals(_condensed(_series(nodes), sources), limit - 2 * len(nodes))
+        masks = chains[0] + chains[1] + (joined or [])
+        if len(set(masks)) > limit:
+            masks = min(chains, key=lambda chain: _measured(profile, chain, blank, False).sent_bytes.sum())
+    return _measured(profile, masks, blank, complete)
 
 
-def _ideals(groups: Sequence[Sequence[int]], before: Sequence[set[int]], limit: int) -> list[int] | None:
-    """Return all downward-closed unions of groups as bit masks of layers, or None when over the limit."""
-    bits = [sum(1 << i for i in group) for group in groups]
-    needs = [sum(1 << i for i in set().union(*(before[i] for i in group)) - set(group)) for group in groups]
+@dataclass(frozen=True, slots=True)
+class _Node:
+    """Layers that are never parted, as a bit mask, and the layers that must lie before them."""
+
+    layers: tuple[int, ...]
+    mask: int
+    needs: int
+
+
+def _mask(layers: Iterable[int]) -> int:
+    return sum(1 << i for i in layers)
+
+
+def _condensed(groups: Iterable[Sequence[int]], sources: Sequence[set[int]]) -> list[_Node]:
+    return [
+        _Node(tuple(group), _mask(group), _mask(set().union(*(sources[i] for i in group)) - set(group)))
+        for group in groups
+    ]
+
+
+def _readers(compute: Iterable[int], sources: Sequence[set[int]]) -> dict[int, set[int]]:
+    readers: dict[int, set[int]] = {i: set() for i in compute}
+    for i in readers:
+        for j in sources[i]:
+            readers[j].add(i)
+    return readers
+
+
+def _costs_nothing(profile: Profile, layer: int) -> bool:
+    cost = profile.costs[layer]
+    return not (
+        cost.forward_s or cost.backward_s or cost.parameter_bytes or cost.buffer_bytes or cost.saved_bytes
+        or cost.workspace_bytes
+    )  # fmt: skip
+
+
+def _blank(profile: Profile, compute: Sequence[int], sources: list[set[int]]) -> set[int]:
+    """Return layers that cost nothing and return nothing, like all before them; forget them as sources."""
+    found: set[int] = set()
+    for i in compute:
+        size = sum(spec.nbytes for spec in profile.graph.layers[i].outputs)
+        inputs = [profile.graph.spec(ref).nbytes for ref in profile.graph.layers[i].inputs]
+        if _costs_nothing(profile, i) and not size and not any(inputs) and sources[i] <= found:
+            found.add(i)
+    if len(found) == len(compute):
+        return set()
+    for i in compute:
+        sources[i] -= found
+    return found
+
+
+def _with_views(
+    profile: Profile, compute: Sequence[int], sources: Sequence[set[int]], readers: dict[int, set[int]]
+) -> list[list[int]]:
+    """Group every layer with its readers where these cost nothing and return no more than it does."""
+    graph = profile.graph
+    returned = {graph.index[ref.layer] for ref in graph.outputs}
+    size = [sum(spec.nbytes for spec in layer.outputs) for layer in graph.layers]
+    only_source = [len({ref.layer for ref in layer.inputs}) == 1 for layer in graph.layers]
+    group: dict[int, list[int]] = {}
+    groups: list[list[int]] = []
+    for i in compute:
+        if i not in group:
+            group[i] = [i]
+            groups.append(group[i])
+        views = sorted(readers[i])
+        together = (
+            views
+            and i not in returned
+            and all(_costs_nothing(profile, v) and only_source[v] for v in views)
+            and sum(size[v] for v in views) <= size[i]
+        )
+        for v in views if together else ():
+            group[v] = group[i]
+            group[i].append(v)
+    return [sorted(members) for members in groups]
+
+
+def _prefixes(nodes: Sequence[_Node], order: Sequence[int]) -> list[int]:
+    return list(itertools.accumulate((nodes[n].mask for n in order), int.__or__, initial=0))
+
+
+def _ideals(nodes: Sequence[_Node], limit: int) -> list[int] | None:
+    """Return all downward-closed unions of nodes as masks of layers, or None when over the limit."""
     found = {0}
     fresh = [0]
     while fresh:
         grown = {
-            mask | bit
+            mask | node.mask
             for mask in fresh
-            for bit, need in zip(bits, needs, strict=True)
-            if not mask & bit and need & mask == need
+            for node in nodes
+            if not mask & node.mask and node.needs & mask == node.needs
         }
         fresh = sorted(grown - found)
         found.update(fresh)
@@ -164,46 +254,50 @@ def _ideals(groups: Sequence[Sequence[int]], before: Sequence[set[int]], limit: 
     return sorted(found)
 
 
-def _series(graph: LayerGraph, compute: Sequence[int], before: Sequence[set[int]]) -> list[list[int]]:
-    """Join layers in series: each one that alone reads the only output of the one before it."""
-    readers: dict[int, set[int]] = {i: set() for i in compute}
-    for i in compute:
-        for j in before[i]:
-            readers[j].add(i)
+def _links_of(nodes: Sequence[_Node]) -> tuple[list[set[int]], list[set[int]]]:
+    """Return the nodes before and behind each node."""
+    node_of = {layer: n for n, node in enumerate(nodes) for layer in node.layers}
+    before = [{node_of[i] for i in range(node.needs.bit_length()) if node.needs >> i & 1} for node in nodes]
+    behind: list[set[int]] = [set() for _ in nodes]
+    for n, needed in enumerate(before):
+        for a in needed:
+            behind[a].add(n)
+    return before, behind
+
+
+def _series(nodes: Sequence[_Node]) -> list[list[int]]:
+    """Join nodes in series: each one that alone reads the only node before it."""
+    before, behind = _links_of(nodes)
     group: dict[int, list[int]] = {}
     groups: list[list[int]] = []
-    for i in compute:
-        (only,) = before[i] if len(before[i]) == 1 else (None,)
-        if only is not None and len(readers[only]) == 1:
-            group[i] = group[only]
+    for n, node in enumerate(nodes):
+        only = next(iter(before[n])) if len(before[n]) == 1 else None
+        if only is not None and len(behind[only]) == 1:
+            group[n] = group[only]
         else:
-            group[i] = []
-            groups.append(group[i])
-        group[i].append(i)
+            group[n] = []
+            groups.append(group[n])
+        group[n].extend(node.layers)
     return groups
 
 
-def _small_order(profile: Profile, compute: Sequence[int], before: Sequence[set[int]]) -> list[int]:
+def _small_order(profile: Profile, nodes: Sequence[_Node]) -> list[int]:
     """Return an execution order that keeps the bytes that are alive small, greedily."""
-    readers: dict[int, set[int]] = {i: set() for i in compute}
-    for i in compute:
-        for j in before[i]:
-            readers[j].add(i)
-    size = [cost.output_bytes for cost in profile.costs]
-    waiting = {i: len(before[i]) for i in compute}
-    unread = {i: len(readers[i]) for i in compute}
-    ready = [i for i in compute if not waiting[i]]
+    before, behind = _links_of(nodes)
+    size = [profile.costs[node.layers[-1]].output_bytes for node in nodes]
+    waiting, unread = [len(b) for b in before], [len(b) for b in behind]
+    ready = [n for n in range(len(nodes)) if not waiting[n]]
     order: list[int] = []
     while ready:
-        chosen = min(ready, key=lambda i: (size[i] - sum(size[j] for j in before[i] if unread[j] == 1), -i))
+        chosen = min(ready, key=lambda n: (size[n] - sum(size[a] for a in before[n] if unread[a] == 1), -n))
         ready.remove(chosen)
         order.append(chosen)
-        for j in before[chosen]:
-            unread[j] -= 1
-        for i in sorted(readers[chosen]):
-            waiting[i] -= 1
-            if not waiting[i]:
-                ready.append(i)
+        for a in before[chosen]:
+            unread[a] -= 1
+        for n in sorted(behind[chosen]):
+            waiting[n] -= 1
+            if not waiting[n]:
+                ready.append(n)
     return order
 
 
@@ -223,16 +317,17 @@ def _exact_sums(members: NDArray[np.bool_], values: Sequence[float]) -> Floats:
     total = float(array.sum())
     unit = 2.0 ** (math.frexp(total)[1] - 52) if total else 1.0
     units = np.rint(array / unit)
-    return np.asarray((members * units).sum(axis=1) * unit)
+    return np.asarray(members.astype(float) @ units * unit)
 
 
-def _measured(profile: Profile, masks: Iterable[int], complete: bool) -> Cuts:
+def _measured(profile: Profile, masks: Iterable[int], blank: Iterable[int], complete: bool) -> Cuts:
     """Add up what lies before each cut and what crosses it."""
     graph, costs = profile.graph, profile.costs
     trained, depends = trained_layers(graph)
     members = _bits(sorted(set(masks)), len(graph))
     nonempty = np.asarray(members.any(axis=1))
-    members[:, [layer.kind == INPUT for layer in graph.layers]] = nonempty[:, None]
+    given = [i for i, layer in enumerate(graph.layers) if layer.kind == INPUT]
+    members[:, [*given, *blank]] = nonempty[:, None]
 
     def summed(values: Sequence[float]) -> Floats:
         return _exact_sums(members, values)

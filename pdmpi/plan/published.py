@@ -1,0 +1,244 @@
+"""PipeDream's own cost models and its level-by-level dynamic program (Narayanan et al. 2019, section 3.1).
+
+Two models, for comparison with what was published; plans for use are made by
+`pdmpi.plan.search`.  T, P and a are the compute seconds, parameter bytes and bytes behind a
+cut; B is a level's bandwidth, m the replicas, g the count of the level inside.
+
+``pipedream2019-code``, as the published program has it:
+    one stage on m of n:   (T + 4 (m - 1) / m P / B / g) / m
+    a last stage on m:     (T + 4 (m - 1) / m P / B) / m          (no g)
+    its transfers:         2 a / (B m), on both its sides, counted only on request
+    memory, when limited:  ceil((n - used) / m) (activations + parameters) bytes
+``pipedream2019``, the paper's text:
+    a stage on m:          max(T, 2 (m - 1) / m P / B) / m        (ring allreduce, overlapped)
+    a boundary:            2 a / B, whole
+
+A(i, j, n), the best period of the layers between cuts i and j on the n members of a level, is
+T(i, j) of the next level, so that a stage holds all members of a level inside it.  Unlike
+the program, members may be left idle, values with several readers are counted once, and ties
+do not depend on hash order; its periods are met or undercut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pdmpi.errors import InputError, nearest
+from pdmpi.graph.graph import INPUT
+from pdmpi.plan.cluster import Cluster
+from pdmpi.plan.cuts import Cuts
+
+__all__ = ["COST_MODELS", "Flags", "NestedStage", "published_partition"]
+
+Floats = NDArray[np.float64]
+COST_MODELS = ("pipedream2019-code", "pipedream2019")
+_TIE = 1e-12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flags:
+    """Options of the published program.
+
+    Attributes
+    ----------
+    boundaries
+        Whether boundary traffic counts (its activation compression ratio given as 1).
+    straight
+        Whether every stage has one replica.
+    memory_bytes
+        Limit of its memory rule; None for no limit.
+    """
+
+    boundaries: bool = True
+    straight: bool = False
+    memory_bytes: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NestedStage:
+    """Layers between two cuts on ``members`` members of a level, from member ``first`` on.
+
+    ``inside`` is the plan of each member for the same layers, empty at the innermost level.
+    """
+
+    inner: int
+    outer: int
+    first: int
+    members: int
+    inside: tuple[NestedStage, ...] = ()
+
+
+@dataclass(frozen=True)
+class _LevelSolver:
+    """One level: all pairs of cuts, or those from the empty cut on, on up to ``count`` members."""
+
+    cuts: Cuts
+    model: str
+    flags: Flags
+    count: int
+    bandwidth: float
+    inside_count: int
+    seconds: Floats
+    """Shape (cuts, cuts): seconds of a stage between two nested cuts on one member; infinite elsewhere."""
+    all_pairs: bool
+
+    @cached_property
+    def parameters(self) -> Floats:
+        """Parameter bytes between two cuts, shape (cuts, cuts)."""
+        total = self.cuts.parameter_bytes
+        return np.asarray(total[None, :] - total[:, None])
+
+    @cached_property
+    def sent(self) -> Floats:
+        """Bytes behind each cut, inputs of the model not counted."""
+        graph = self.cuts.profile.graph
+        found = self.cuts.sent_bytes.copy()
+        full = len(self.cuts) - 1
+        for ref, names in graph.consumers.items():
+            source = graph.index[ref.layer]
+            if graph.layers[source].kind == INPUT:
+                read = self.cuts.members[:, [graph.index[name] for name in names]].all(axis=1)
+                found[:full] -= (self.cuts.members[:full, source] & ~read[:full]) * graph.spec(ref).nbytes
+        return found
+
+    @cached_property
+    def held_bytes(self) -> Floats:
+        """Activation and parameter bytes between two cuts, shape (cuts, cuts)."""
+        sizes = np.array(
+            [
+                0 if layer.kind == INPUT else cost.output_bytes
+                for layer, cost in zip(self.cuts.profile.graph.layers, self.cuts.profile.costs, strict=True)
+            ],
+            dtype=float,
+        )
+        total = self.cuts.members.astype(float) @ sizes + self.cuts.parameter_bytes
+        return np.asarray(total[None, :] - total[:, None])
+
+    def stage(self, members: int, used: int, alone: bool) -> Floats:
+        """Return the seconds of a stage on some members, the last of ``used``, shape (cuts, cuts)."""
+        m, parameters = members, self.parameters
+        if self.model == "pipedream2019":
+            sync = 2 * (m - 1) / m / self.bandwidth
+            found = self.seconds / m if m == 1 else np.maximum(self.seconds, sync * parameters) / m
+        else:
+            sync = 4 * (m - 1) / m / self.bandwidth / (self.inside_count if alone else 1)
+            found = self.seconds / m if m == 1 else (self.seconds + sync * parameters) / m
+        if self.flags.memory_bytes is not None:
+            versions = -(-(self.count - used) // m)
+            found = np.where(versions * self.held_bytes > self.flags.memory_bytes, np.inf, found)
+        return np.asarray(found)
+
+    def extension(self, members: int, used: int) -> Floats:
+        """Return the seconds of a last stage with its transfers, shape (cuts, cuts)."""
+        found = self.stage(members, used, alone=False)
+        if not self.flags.boundaries:
+            return found
+        share = 1 if self.model == "pipedream2019" else members
+        moved = 2 * self.sent / (self.bandwidth * share)
+        moved[-1] = 0.0
+        found = np.maximum(found, moved[:, None])
+        return found if self.model == "pipedream2019" else np.maximum(found, moved[None, :])
+
+    @cached_property
+    def _rows(self) -> int:
+        return len(self.cuts) if self.all_pairs else 1
+
+    @cached_property
+    def _members(self) -> range:
+        return range(1, 2 if self.flags.straight else self.count + 1)
+
+    @cached_property
+    def table(self) -> list[Floats]:
+        """For each number of members used, from 0 on: periods, shape (rows, cuts)."""
+        rows = self._rows
+        found = [np.full((rows, len(self.cuts)), np.inf)]
+        for used in range(1, self.count + 1):
+            best = np.full((rows, len(self.cuts)), np.inf)
+            if used in self._members:
+                best = self.stage(used, used, alone=True)[:rows].copy()
+            for m in self._members:
+                if m < used:
+                    _min_max(found[used - m], self.extension(m, used), best)
+            found.append(best)
+        return found
+
+    @cached_property
+    def periods(self) -> Floats:
+        """Smallest periods on up to ``count`` members, shape (rows, cuts)."""
+        return np.minimum.reduce(self.table[1:])
+
+    def trace(self, inner: int, outer: int) -> list[NestedStage]:
+        """Return the stages of the best plan between two cuts, its members' own plans left out."""
+        limit = self.periods[inner, outer] * (1 + _TIE)
+        used = min(u for u in range(1, self.count + 1) if self.table[u][inner, outer] <= limit)
+        stages: list[NestedStage] = []
+        while True:
+            if used in self._members and self.stage(used, used, alone=True)[inner, outer] <= limit:
+                stages.append(NestedStage(inner, outer, 0, used))
+                return stages[::-1]
+            cut, m = next(self._before(inner, outer, used, limit))
+            stages.append(NestedStage(cut, outer, used - m, m))
+            outer, used = cut, used - m
+
+    def _before(self, inner: int, outer: int, used: int, limit: float) -> Iterator[tuple[int, int]]:
+        for m in self._members:
+            if m < used:
+                ends = self.extension(m, used)[:, outer]
+                yield from (
+                    (int(cut), m)
+                    for cut in np.flatnonzero(np.maximum(self.table[used - m][inner], ends) <= limit)
+                )
+
+
+def _min_max(first: Floats, last: Floats, best: Floats) -> None:
+    """Lower ``best[i, j]`` to min over k of max(first[i, k], last[k, j]), the bottleneck product."""
+    rows = len(first)
+    for k in range(1, len(last)):
+        above = min(k, rows)
+        block = best[:above, k + 1 :]
+        np.minimum(block, np.maximum(first[:above, k, None], last[None, k, k + 1 :]), out=block)
+
+
+def published_partition(
+    cuts: Cuts, cluster: Cluster, model: str, flags: Flags | None = None
+) -> tuple[float, tuple[NestedStage, ...]]:
+    """Return the period and the outermost level's stages of the best plan under a published model.
+
+    Raises
+    ------
+    InputError
+        The model is unknown, or no plan fits the memory.
+    """
+    if model not in COST_MODELS:
+        raise InputError(f"cost model {model!r} is unknown{nearest(model, COST_MODELS)}")
+    total = cuts.forward_s + cuts.backward_s
+    seconds = np.where(cuts.nested, total[None, :] - total[:, None], np.inf)
+    solvers: list[_LevelSolver] = []
+    for index, level in enumerate(cluster.levels):
+        solver = _LevelSolver(
+            cuts=cuts, model=model, flags=flags or Flags(), count=level.count,
+            bandwidth=level.bandwidth_bytes_per_s,
+            inside_count=cluster.levels[index - 1].count if index else 1,
+            seconds=seconds, all_pairs=index < len(cluster.levels) - 1,
+        )  # fmt: skip
+        solvers.append(solver)
+        seconds = solver.periods
+    period_s = float(seconds[0, -1])
+    if not np.isfinite(period_s):
+        raise InputError("no plan fits the memory under the published rule; allow more memory")
+    return period_s, _nested(solvers, 0, len(cuts) - 1)
+
+
+def _nested(solvers: list[_LevelSolver], inner: int, outer: int) -> tuple[NestedStage, ...]:
+    found = solvers[-1].trace(inner, outer)
+    if len(solvers) == 1:
+        return tuple(found)
+    return tuple(
+        NestedStage(s.inner, s.outer, s.first, s.members, _nested(solvers[:-1], s.inner, s.outer))
+        for s in found
+    )
