@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pdmpi.plan.cluster import Cluster, Level
+from pdmpi.plan.cuts import trained_layers
 from pdmpi.plan.plan import Plan, StagePlan
 from pdmpi.plan.profile import Profile
 from pdmpi.schedule.program import Channel, Kind, Op, Topology
@@ -131,12 +133,15 @@ def costs_of(plan: Plan) -> Costs:
     device_of = {p.rank: p.node * cluster.devices_per_node + p.device for p in plan.placement}
     devices = tuple(device_of[rank] for rank in range(plan.num_ranks))
     graph = plan.profile.graph
+    _, depends = trained_layers(graph)
     sizes: dict[Channel, int] = {}
     for (source, target), refs in plan.boundaries.items():
-        specs = [graph.spec(ref) for ref in refs]
-        sizes[Channel(Kind.ACTIVATION, source, target)] = sum(spec.nbytes for spec in specs)
-        differentiable = sum(spec.nbytes for spec in specs if spec.requires_grad)
-        sizes[Channel(Kind.GRADIENT, target, source)] = differentiable
+        sizes[Channel(Kind.ACTIVATION, source, target)] = sum(graph.spec(ref).nbytes for ref in refs)
+        sizes[Channel(Kind.GRADIENT, target, source)] = sum(
+            graph.spec(ref).nbytes
+            for ref in refs
+            if graph.spec(ref).requires_grad and depends[graph.index[ref.layer]]
+        )
     return Costs(
         stages=tuple(_stage_cost(plan.profile, stage) for stage in plan.stages),
         message_bytes=sizes,
@@ -146,21 +151,20 @@ def costs_of(plan: Plan) -> Costs:
 
 
 def _stage_cost(profile: Profile, stage: StagePlan) -> StageCost:
+    trained, _ = trained_layers(profile.graph)
     positions = [profile.graph.index[name] for name in stage.layers]
-    layers = [(profile.graph.layers[i], profile.costs[i]) for i in positions]
-    parameter_bytes = sum(cost.parameter_bytes for _, cost in layers)
-    trained = [bool(layer.trainable and cost.parameter_bytes) for layer, cost in layers]
-    gradient_bytes = sum(cost.parameter_bytes for t, (_, cost) in zip(trained, layers, strict=True) if t)
-    inputs = sum(cost.backward_s * (0.5 if t else 1.0) for t, (_, cost) in zip(trained, layers, strict=True))
+    layers = [(trained[i], profile.costs[i]) for i in positions]
+    costs = [cost for _, cost in layers]
+    gradient_bytes = sum(cost.parameter_bytes for trains, cost in layers if trains)
     return StageCost(
-        forward_s=sum(cost.forward_s for _, cost in layers),
-        backward_s=sum(cost.backward_s for _, cost in layers),
-        backward_input_s=inputs,
+        forward_s=math.fsum(cost.forward_s for cost in costs),
+        backward_s=math.fsum(cost.backward_s for cost in costs),
+        backward_input_s=math.fsum(cost.backward_s * (0.5 if trains else 1.0) for trains, cost in layers),
         update_s=gradient_bytes * profile.update_s_per_byte,
-        parameter_bytes=parameter_bytes,
+        parameter_bytes=sum(cost.parameter_bytes for cost in costs),
         gradient_bytes=gradient_bytes,
         state_bytes=round(gradient_bytes * profile.optimizer_state_factor),
-        buffer_bytes=sum(cost.buffer_bytes for _, cost in layers),
-        saved_bytes=sum(cost.saved_bytes for _, cost in layers),
-        workspace_bytes=max((cost.workspace_bytes for _, cost in layers), default=0),
+        buffer_bytes=sum(cost.buffer_bytes for cost in costs),
+        saved_bytes=sum(cost.saved_bytes for cost in costs),
+        workspace_bytes=max((cost.workspace_bytes for cost in costs), default=0),
     )

@@ -130,10 +130,10 @@ class _Prices:
         self.contended = np.zeros(events.count, bool)
         links: dict[Stream, tuple[Link, ...]] = {}
         for stream, numbers in events.messages.items():
-            route = costs.network.route(stream.source, stream.target)
-            seconds = route.seconds(costs.message_bytes.get(program.channels[stream.channel], 0))
+            nbytes = costs.message_bytes.get(program.channels[stream.channel], 0)
+            seconds = costs.network.message_s(stream.source, stream.target, nbytes)
             self.seconds[numbers.start : numbers.stop] = seconds
-            links[stream] = route.links if seconds else ()
+            links[stream] = costs.network.links(stream.source, stream.target) if seconds else ()
         users = Counter(itertools.chain.from_iterable(links.values()))
         index = {link: i for i, link in enumerate(users)}
         self.num_links = len(index)
