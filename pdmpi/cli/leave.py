@@ -12,6 +12,9 @@ __all__ = ["leave"]
 _GRACE_S = 2.0
 """How long a failed rank waits for the others to fail as well before it aborts them."""
 
+_FORWARD_S = 0.2
+"""How long a launcher is given to forward the last line: MPICH's drops what is left at an abort."""
+
 
 def leave(code: int, message: str = "") -> NoReturn:
     """Show ``message`` on stderr and exit with ``code``.
@@ -38,6 +41,7 @@ def _leave_world(mpi: ModuleType, code: int, message: str) -> None:
     while not arrived.Test():
         if time.monotonic() > deadline:
             print(f"{message} [rank {world.rank}]", file=sys.stderr, flush=True)
+            time.sleep(_FORWARD_S)
             world.Abort(code)
         time.sleep(0.01)
     earlier = world.allgather(message)[: world.rank]

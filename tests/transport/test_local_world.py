@@ -50,7 +50,7 @@ def test_an_exception_ends_the_other_ranks_and_is_raised() -> None:
 
 def test_a_wait_has_a_deadline() -> None:
     transport = LocalWorld(2, timeout_s=0.05).transport(0)
-    with pytest.raises(RankFailure, match=r"waited 0.05 s to receive from rank 1 \(tag 7, stream 1, 3 bytes\)"):
+    with pytest.raises(RankFailure, match=r"waited 0.05 s to receive from rank 1 \(tag 7, stream 1"):
         transport.post_recv(np.empty(3, np.uint8), 1, 7, 1).wait()
 
 

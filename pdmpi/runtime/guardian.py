@@ -1,0 +1,128 @@
+"""A small process beside the ranks of a host that says which of them died, and ends the rest.
+
+Run by path as a program, with nothing but the standard library, in a session of its own:
+launchers end all ranks within milliseconds of a death (MPICH's by SIGKILL, before any of
+them could speak), and leave the guardian alone.  `Watch` starts it and writes to its stdin:
+one line of JSON, answered by a byte on stdout, then a byte when the run ends in order.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import time
+
+__all__ = ["DONE", "TOLD", "state_of"]
+
+DONE, TOLD = b"done", b"told"
+"""Last words of a rank: it ended in order; its failure was already shown."""
+
+_DIED_GRACE_S = 2.0
+_TOLD_GRACE_S = 15.0
+"""How long the launcher has to end the others, before they are killed."""
+_POLL_S = 0.1
+
+
+def state_of(pid: int) -> str:
+    """Return the kernel's letter for a process's state, or nothing when there is none."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+class _Rank:
+    """A process to watch: its pidfd where the system has such a thing, and its last words."""
+
+    def __init__(self, name: str, pid: int, words: int) -> None:
+        self.name = name
+        self._pid = pid
+        self._words = os.open(f"/proc/{pid}/fd/{words}", os.O_RDONLY)
+        self.descriptor: int | None = None
+        try:
+            self.descriptor = os.pidfd_open(pid)
+        except (AttributeError, OSError):
+            pass
+
+    def ended(self) -> bool:
+        """Whether it ended, without waiting."""
+        if self.descriptor is None:
+            return state_of(self._pid) in ("", "Z", "X")
+        return bool(select.select([self.descriptor], [], [], 0)[0])
+
+    def last_words(self) -> bytes:
+        """What it left to be read: `DONE`, `TOLD` or nothing."""
+        return os.pread(self._words, 16, 0)
+
+    def kill(self) -> None:
+        """End it; the descriptor cannot mean another process that got the same number."""
+        try:
+            if self.descriptor is None:
+                os.kill(self._pid, signal.SIGKILL)
+            else:
+                signal.pidfd_send_signal(self.descriptor, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+
+def _guard(ranks: list[_Rank], commands: int) -> None:
+    """Return when the run ended in order or no rank is left."""
+    deadline: float | None = None
+    poll = select.poll()
+    poll.register(commands, select.POLLIN)
+    for rank in ranks:
+        if rank.descriptor is not None:
+            poll.register(rank.descriptor, select.POLLIN)
+    blind = any(rank.descriptor is None for rank in ranks)
+    while ranks:
+        events = dict(poll.poll(_POLL_S * 1000 if blind or deadline is not None else None))
+        if events.get(commands, 0) & select.POLLIN and os.read(commands, 1):
+            return
+        if commands in events:
+            poll.unregister(commands)
+        ended = [rank for rank in ranks if rank.ended()]
+        for rank in ended:
+            ranks.remove(rank)
+            if rank.descriptor is not None:
+                poll.unregister(rank.descriptor)
+        failed = [rank for rank in ended if rank.last_words() != DONE]
+        died = [rank for rank in failed if rank.last_words() != TOLD]
+        if died and deadline is None:
+            _say(died, ranks)
+        if failed:
+            grace_s = _DIED_GRACE_S if died else _TOLD_GRACE_S
+            deadline = min(deadline or float("inf"), time.monotonic() + grace_s)
+        if deadline is not None and time.monotonic() > deadline:
+            for rank in ranks:
+                rank.kill()
+
+
+def _say(died: list[_Rank], left: list[_Rank]) -> None:
+    names, others = (", ".join(rank.name for rank in ranks) for ranks in (died, left))
+    ending = f"; ending {others}" if others else ""
+    os.write(2, f"pdmpi: error: {names} died{ending}\n".encode())
+
+
+def main() -> None:
+    """Read who is to be watched from stdin, and watch."""
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = os.read(0, 1)
+        if not byte:
+            return
+        line += byte
+    ranks = []
+    for name, pid, words in json.loads(line):
+        try:
+            ranks.append(_Rank(name, pid, words))
+        except OSError:
+            continue  # the system hides it from us, so it cannot be watched
+    os.write(1, b"r")
+    _guard(ranks, commands=0)
+
+
+if __name__ == "__main__":
+    main()

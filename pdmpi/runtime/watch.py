@@ -1,0 +1,136 @@
+"""Nobody waits for ever for a rank that died or failed, and its stage is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+
+from pdmpi.errors import PdmpiError, RankFailure
+from pdmpi.runtime.guardian import DONE, TOLD, state_of
+from pdmpi.transport.base import Transport
+
+__all__ = ["Peer", "Watch"]
+
+_SUSPECT = {"": "is gone", "Z": "is dead", "X": "is dead", "T": "is stopped", "t": "is stopped by a debugger"}
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Who a rank is.
+
+    Attributes
+    ----------
+    label
+        What it runs: ``"stage 1, replica 0"``.
+    host
+        Name of its host.
+    space
+        The same for ranks that can see each other's process ids.
+    pid
+        Process id.
+    words
+        Descriptor of the file that holds its last words.
+    """
+
+    label: str
+    host: str
+    space: str
+    pid: int
+    words: int
+
+
+class Watch:
+    """Ends the job when a rank dies, names it, and stays silent at an orderly end.
+
+    A context manager around all that a rank does together with others; every rank enters
+    it at the same time.  On each host one rank starts a `guardian` for all of them.
+
+    An exception that leaves it is shown with rank and stage, except those that every rank
+    raises alike (bad input, a requeue).  It goes on to the command's entry point, which
+    ends the world.
+
+    Parameters
+    ----------
+    transport
+        Tells each rank who the others are.
+    label
+        What this rank runs: ``"stage 1, replica 0"``.
+    """
+
+    def __init__(self, transport: Transport, label: str) -> None:
+        self._transport = transport
+        self._words = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 (closed in __exit__)
+        host = socket.gethostname()
+        space = f"{host}:{os.stat('/proc/self/ns/pid').st_ino}"
+        me = Peer(label, host, space, os.getpid(), self._words.fileno())
+        everyone = transport.gather(json.dumps(asdict(me)).encode())
+        table = transport.broadcast(b"[" + b",".join(everyone) + b"]")
+        self.peers = [Peer(**peer) for peer in json.loads(table)]
+        self._near = [rank for rank, peer in enumerate(self.peers) if peer.space == space]
+        self._guardian: subprocess.Popen[bytes] | None = None
+
+    def describe(self, rank: int) -> str:
+        """Return ``"rank 2 (stage 1, replica 0, host h, pid 123)"``."""
+        peer = self.peers[rank]
+        return f"rank {rank} ({peer.label}, host {peer.host}, pid {peer.pid})"
+
+    def __enter__(self) -> Watch:
+        if self._near[0] == self._transport.rank and len(self._near) > 1:
+            self._guardian = self._start_guardian()
+        self._transport.barrier()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            os.pwrite(self._words.fileno(), TOLD, 0)
+            self._tell(error)
+            return
+        self._transport.barrier()
+        os.pwrite(self._words.fileno(), DONE, 0)
+        if self._guardian is not None:
+            self._guardian.communicate(b"e")
+        self._words.close()
+
+    def _start_guardian(self) -> subprocess.Popen[bytes]:
+        program = Path(__file__).with_name("guardian.py")
+        guardian = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(program)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
+        )  # fmt: skip
+        watched = [(self.describe(rank), self.peers[rank].pid, self.peers[rank].words) for rank in self._near]
+        assert guardian.stdin is not None
+        assert guardian.stdout is not None
+        guardian.stdin.write(json.dumps(watched).encode() + b"\n")
+        guardian.stdin.flush()
+        guardian.stdout.read(1)
+        return guardian
+
+    def _tell(self, error: BaseException) -> None:
+        """Show who failed, and why."""
+        me = self.describe(self._transport.rank)
+        if isinstance(error, SystemExit):
+            failure = RankFailure(f"{me} called sys.exit({error.code!r}) in the middle of the run")
+            failure.exit_code = error.code if isinstance(error.code, int) and error.code else 1
+            raise failure from error
+        if isinstance(error, RankFailure):
+            for rank in self._near:
+                state = state_of(self.peers[rank].pid)
+                if state in _SUSPECT:
+                    _say(f"{self.describe(rank)} {_SUSPECT[state]}")
+        elif not isinstance(error, PdmpiError):
+            _say(f"{me} failed: {type(error).__name__}: {error}")
+
+
+def _say(message: str) -> None:
+    """Write one whole line, whatever other ranks write at the same time."""
+    sys.stderr.flush()
+    os.write(2, f"pdmpi: error: {message}\n".encode())
