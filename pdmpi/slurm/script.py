@@ -1,0 +1,198 @@
+"""The batch script as a pure function of the job: no text of a user's is ever read as a command."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from pdmpi.errors import InputError
+from pdmpi.slurm.options import JobOptions
+from pdmpi.slurm.shape import JobShape
+
+__all__ = ["Job", "directive", "job_script", "launch_command"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One training job.
+
+    Attributes
+    ----------
+    name
+        Job's name where the options give none.
+    shape
+        Ranks and nodes.
+    uses_gpus
+        Whether the plan's devices are GPUs.
+    command
+        What every rank runs.
+    directory
+        Where it runs.
+    run_dir
+        The run's directory, for its status and its log.
+    options
+        What the site and the user ask for.
+    """
+
+    name: str
+    shape: JobShape
+    uses_gpus: bool
+    command: tuple[str, ...]
+    directory: PurePath
+    run_dir: PurePath
+    options: JobOptions
+
+
+def job_script(job: Job) -> str:
+    """Return the text of the batch script.
+
+    Raises
+    ------
+    InputError
+        A text holds a line break or another control character.
+    """
+    parts = ["#!/bin/bash", *_directives(job), "", *_environment(job), "", *_body(job), ""]
+    return "\n".join(parts)
+
+
+def directive(option: str, value: object) -> str:
+    """Return one ``#SBATCH`` line, quoted as sbatch reads it (backslash escapes inside double quotes)."""
+    text = str(value)
+    if not text.isprintable():
+        raise InputError(f"--{option} {text!r}: must be one line of printable characters")
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'#SBATCH --{option}="{escaped}"'
+
+
+def launch_command(shape: JobShape, options: JobOptions) -> list[str]:
+    """Return the launcher and its arguments, up to the command that every rank runs."""
+    ranks, per_node = str(shape.num_ranks), str(shape.ranks_per_node)
+    heads = {
+        "mpirun": ["mpirun", "-n", ranks, "--map-by", f"ppr:{per_node}:node", "--bind-to", "none"],
+        "mpiexec": ["mpiexec", "-n", ranks, "-ppn", per_node],
+    }
+    if options.launcher in heads:
+        return [*heads[options.launcher], *options.launcher_args]
+    srun = [
+        "srun", f"--mpi={options.launcher.removeprefix('srun-')}", f"--ntasks={ranks}",
+        f"--ntasks-per-node={per_node}", "--distribution=block", "--kill-on-bad-exit=1",
+        f"--cpus-per-task={options.cpus_per_task}",
+    ]  # fmt: skip
+    # Each rank must see all GPUs of its node: hiding the others breaks CUDA IPC.
+    return [*srun, "--gpu-bind=none", *options.launcher_args]
+
+
+def _directives(job: Job) -> Iterator[str]:
+    options, shape = job.options, job.shape
+    log = str(job.run_dir / "job.log").replace("%", "%%")
+    gpus = options.gpus_per_node
+    if gpus is None and job.uses_gpus:
+        gpus = shape.ranks_per_node
+    values: dict[str, object | None] = {
+        "job-name": options.job_name or job.name,
+        "nodes": shape.num_nodes,
+        "ntasks": shape.num_ranks,
+        "ntasks-per-node": shape.ranks_per_node,
+        "cpus-per-task": options.cpus_per_task,
+        "gpus-per-node": gpus or None,
+        "mem": options.mem,
+        "time": options.time,
+        "partition": options.partition,
+        "account": options.account,
+        "qos": options.qos,
+        "constraint": options.constraint,
+        "reservation": options.reservation,
+        "exclude": options.exclude,
+        "signal": f"B:USR1@{options.signal_before_s}" if options.signal_before_s else None,
+        "chdir": job.directory,
+        "output": log,
+        "open-mode": "append",
+    }
+    for option, value in values.items():
+        if value is not None:
+            yield directive(option, value)
+    yield "#SBATCH --requeue"
+
+
+def _environment(job: Job) -> Iterator[str]:
+    options = job.options
+    for module in options.modules:
+        yield f"module load {shlex.quote(module)} || exit 1"
+    if options.venv:
+        yield f"source {shlex.quote(options.venv + '/bin/activate')} || exit 1"
+    for name, value in options.environment.items():
+        yield f"export {name}={shlex.quote(value)}"
+    yield f"export OMP_NUM_THREADS={options.cpus_per_task}"
+
+
+def _body(job: Job) -> Iterator[str]:
+    command: Sequence[str] = [*launch_command(job.shape, job.options), *job.options.container, *job.command]
+    yield f"run_dir={shlex.quote(str(job.run_dir))}"
+    yield f"max_restarts={job.options.max_restarts}"
+    yield f"max_deaths={job.options.max_deaths}"
+    yield f"command=({shlex.join(command)})"
+    yield _SUPERVISE.strip()
+
+
+_SUPERVISE = r"""
+restarts=${SLURM_RESTART_COUNT:-0}
+echo "== job $SLURM_JOB_ID, start $restarts, $(date -Is), $SLURM_JOB_NODELIST"
+
+# Whatever tells this job to stop, the ranks hear USR1: they checkpoint and end.
+# (mpirun would kill them at TERM, and ranks on other nodes would never see it.)
+newest() { ls "$run_dir/checkpoints" 2>/dev/null | grep '^step-' | tail -n 1; }
+before=$(newest)
+launcher=
+stopping=
+stop() {
+  stopping=$1
+  echo "== $1: asking the ranks to checkpoint and stop"
+  [ -z "$launcher" ] || kill -USR1 "$launcher" 2>/dev/null
+}
+trap 'stop USR1' USR1
+trap 'stop USR2' USR2
+trap 'stop TERM' TERM
+
+[ -n "$stopping" ] || { "${command[@]}" & launcher=$!; }
+[ -z "$stopping" ] || [ -z "$launcher" ] || kill -USR1 "$launcher"
+code=0
+while [ -n "$launcher" ]; do
+  wait "$launcher"
+  code=$?
+  kill -0 "$launcher" 2>/dev/null || break
+done
+
+# A launcher's exit code is not to be trusted (mpirun returns 0 when a daemon dies): rank 0
+# wrote how this start of this job ended. What wrote nothing died.
+status=$(sed -n 's/^{"status": "\([a-z]*\)".*"job": "'"$SLURM_JOB_ID"'", "restarts": '"$restarts"'}$/\1/p' \
+  "$run_dir/status.json" 2>/dev/null)
+echo "== launcher returned $code, the run is ${status:-silent}"
+
+case $status in
+  done) exit 0 ;;
+  failed) exit $((code ? code : 1)) ;;
+esac
+[ "$code" = 2 ] && exit 2
+if [ "$restarts" -ge "$max_restarts" ]; then
+  echo "== requeued $restarts times already (max_restarts = $max_restarts): giving up"
+  exit $((code ? code : 1))
+fi
+
+# A run that dies again and again without getting further has a fault that no restart cures.
+deaths=0
+if [ "$status" != requeue ] && [ "$(newest)" = "$before" ]; then
+  deaths=$(($(cat "$run_dir/deaths" 2>/dev/null || echo 0) + 1))
+fi
+echo "$deaths" > "$run_dir/deaths"
+if [ "$deaths" -gt "$max_deaths" ]; then
+  echo "== died $deaths times without a new checkpoint (max_deaths = $max_deaths): giving up"
+  rm -f "$run_dir/deaths"
+  exit $((code ? code : 1))
+fi
+trap '' TERM USR1 USR2
+echo "== requeued"
+scontrol requeue "$SLURM_JOB_ID" && sleep 60
+exit 75
+"""

@@ -1,0 +1,75 @@
+"""The shape of a job: how many ranks on how many nodes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pdmpi.errors import InputError
+
+__all__ = ["JobShape", "placement_problems", "shape_of"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobShape:
+    """Ranks, nodes, and the most ranks on one node; ranks fill the nodes in order."""
+
+    num_ranks: int
+    num_nodes: int
+    ranks_per_node: int
+
+
+def shape_of(nodes: Sequence[int], num_nodes: int | None = None) -> JobShape:
+    """Return the shape of a job.
+
+    Parameters
+    ----------
+    nodes
+        The node of each rank, as the plan has it.
+    num_nodes
+        Nodes to use in place of the plan's.
+
+    Raises
+    ------
+    InputError
+        ``num_nodes`` is larger than the number of ranks.
+    """
+    counts = Counter(nodes)
+    if num_nodes is None or num_nodes == len(counts):
+        return JobShape(num_ranks=len(nodes), num_nodes=len(counts), ranks_per_node=max(counts.values()))
+    if num_nodes > len(nodes):
+        raise InputError(
+            f"nodes = {num_nodes}: the plan has {len(nodes)} ranks; ask for at most as many nodes"
+        )
+    ranks_per_node = -(-len(nodes) // num_nodes)
+    return JobShape(num_ranks=len(nodes), num_nodes=num_nodes, ranks_per_node=ranks_per_node)
+
+
+def placement_problems(nodes: Sequence[int], hosts: Sequence[str]) -> list[str]:
+    """Compare where the plan wants its ranks with where they run.
+
+    Parameters
+    ----------
+    nodes
+        The node of each rank, as the plan has it.
+    hosts
+        The host of each rank.
+
+    Returns
+    -------
+    list of str
+        One line for each node whose ranks are spread over hosts: their heavy traffic would
+        cross the slower link.  Two nodes on one host are no problem.
+    """
+    problems = []
+    for node in sorted(set(nodes)):
+        ranks = [rank for rank, place in enumerate(nodes) if place == node]
+        found = sorted({hosts[rank] for rank in ranks})
+        if len(found) > 1:
+            shown = ", ".join(map(str, ranks))
+            problems.append(
+                f"ranks {shown} are planned for one node and run on {len(found)} ({', '.join(found)}):"
+                f" start {len(ranks)} ranks a node, or plan again for this allocation (--replan auto)"
+            )
+    return problems
