@@ -60,7 +60,7 @@ def legend(used: Collection[Op | Kind], lighter: str, versions: bool) -> list[Pa
     for op, name in NAMES.items():
         if op in used and op != Op.UPDATE:
             patch = Patch(facecolor=colour(op), edgecolor=EDGE, linewidth=0.6, label=name)
-            patch.set_hatch(HATCHES.get(op))
+            patch.set_hatch(HATCHES.get(op, ""))
             entries.append(patch)
     entries.append(Patch(facecolor=IDLE, label="idle"))
     if Op.UPDATE in used:
