@@ -1,0 +1,121 @@
+"""Runs one rank's instructions of a checked program: in order, all of them, nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from time import perf_counter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pdmpi.errors import PdmpiError
+from pdmpi.runtime.mailbox import Mailbox
+from pdmpi.runtime.player import Player
+from pdmpi.schedule.check import CheckedProgram
+from pdmpi.schedule.program import Instruction, Op, Program
+from pdmpi.transport.base import Request
+
+__all__ = ["Executor"]
+
+_Handler = Callable[[int, int, int, int, int, int, int], None]
+
+
+class Executor:
+    """One rank of one program.
+
+    Parameters
+    ----------
+    checked
+        A program that the checker passed.
+    rank
+        The rank that is run.
+    players
+        The rank's stages, by stage.
+    mailbox
+        The rank's transfers.
+    on_microbatch
+        Called with the microbatch after each backward (or forward, where nothing is trained)
+        of the rank's first stage.
+    """
+
+    def __init__(
+        self,
+        checked: CheckedProgram,
+        rank: int,
+        players: Mapping[int, Player],
+        mailbox: Mailbox,
+        on_microbatch: Callable[[int], None] | None = None,
+    ) -> None:
+        self.program: Program = checked.program
+        self._rank = rank
+        self._players = players
+        self._rows = self.program.rows[self._rank].tolist()
+        self._receives: dict[tuple[int, int], Request] = {}
+        self._sends: dict[tuple[int, int], Request] = {}
+        self._mailbox = mailbox
+        self._on_microbatch = on_microbatch
+        trains = any(row[0] in (Op.BACKWARD, Op.BACKWARD_INPUT) for row in self._rows)
+        self._counted = (Op.BACKWARD, Op.BACKWARD_INPUT) if trains else (Op.FORWARD,)
+        self._first = min(players)
+        self.start_s: NDArray[np.float64] = np.zeros(len(self._rows))
+        self.end_s: NDArray[np.float64] = np.zeros(len(self._rows))
+
+    def run(self) -> None:
+        """Run every instruction; the pipeline is drained and slot 0 holds the newest weights after it.
+
+        Raises
+        ------
+        PdmpiError
+            Naming rank, stage, instruction and cause, when one fails.
+        """
+        handlers = self._handlers()
+        starts, ends = self.start_s, self.end_s
+        i = 0
+        origin = perf_counter()
+        try:
+            for i, (op, stage, k, a, b, c, d, e) in enumerate(self._rows):
+                starts[i] = perf_counter() - origin
+                handlers[op](stage, k, a, b, c, d, e)
+                ends[i] = perf_counter() - origin
+                if op in self._counted and stage == self._first and self._on_microbatch is not None:
+                    self._on_microbatch(k)
+        except Exception as error:
+            instruction = Instruction.from_row(self._rows[i])
+            raise PdmpiError(
+                f"rank {self._rank} (stage {instruction.stage}) failed in instruction {i}, "
+                f"{instruction}: {type(error).__name__}: {error}"
+            ) from error
+        for player in self._players.values():
+            player.weights.rewind()
+
+    def _handlers(self) -> list[_Handler]:
+        table: dict[Op, _Handler] = {
+            Op.POST_RECV: self._post_recv,
+            Op.WAIT_RECV: self._wait_recv,
+            Op.POST_SEND: self._post_send,
+            Op.WAIT_SEND: self._wait_send,
+            Op.FORWARD: lambda s, *operands: self._players[s].forward(*operands),
+            Op.RECOMPUTE: lambda s, k, v, w, i, saved, _: self._players[s].recompute(k, v, w, i, saved),
+            Op.BACKWARD: lambda s, *operands: self._players[s].backward(*operands),
+            Op.BACKWARD_INPUT: lambda s, *operands: self._players[s].backward_input(*operands),
+            Op.BACKWARD_WEIGHT: lambda s, k, v, w, saved, *_: self._players[s].backward_weight(w, saved),
+            Op.POST_REDUCE: lambda s, *_: self._players[s].arm_reduce(),
+            Op.WAIT_REDUCE: lambda s, *_: self._players[s].wait_reduce(),
+            Op.UPDATE: lambda s, k, v, read, write, *_: self._players[s].update(read, write),
+        }
+        return [table[op] for op in Op]
+
+    def _post_recv(self, stage: int, k: int, channel: int, peer: int, slot: int, *_: int) -> None:
+        bound = self._mailbox.receive(self.program.channels[channel], slot, peer)
+        self._receives[channel, slot] = bound.post()
+
+    def _wait_recv(self, stage: int, k: int, channel: int, peer: int, slot: int, *_: int) -> None:
+        self._receives.pop((channel, slot)).wait()
+        self._mailbox.incoming(self.program.channels[channel], slot).check(k)
+
+    def _post_send(self, stage: int, k: int, channel: int, peer: int, slot: int, *_: int) -> None:
+        bound = self._mailbox.send(self.program.channels[channel], slot, peer)
+        self._sends[channel, slot] = bound.post()
+
+    def _wait_send(self, stage: int, k: int, channel: int, peer: int, slot: int, *_: int) -> None:
+        self._sends.pop((channel, slot)).wait()

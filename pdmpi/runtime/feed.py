@@ -1,0 +1,119 @@
+"""Data for the stages that read it: the first takes inputs, the last targets, without a message between them.
+
+Both ends walk the same order, which follows from the seed and the epoch alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.dataloader import default_collate
+
+from pdmpi.errors import PdmpiError
+from pdmpi.graph import Ref
+from pdmpi.model.example import cast_floating
+
+__all__ = ["Batch", "Feed", "epoch_order", "feed", "padded_order"]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One microbatch of data, as far as a stage reads it.
+
+    Attributes
+    ----------
+    inputs
+        The model's inputs.
+    target
+        What the loss compares the output with; None where a stage does not need it.
+    """
+
+    inputs: Mapping[Ref, Tensor]
+    target: Any
+
+
+Feed = Callable[[int], Batch]
+"""Returns the data of a microbatch; called in the order of the stage's forwards."""
+
+
+def epoch_order(num_samples: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """Return the order of the training samples in an epoch."""
+    return np.random.default_rng((seed, epoch)).permutation(num_samples)
+
+
+def padded_order(num_samples: int, microbatch_size: int) -> NDArray[np.int64]:
+    """Return all samples in order, the first one repeated until whole microbatches are filled."""
+    missing = -num_samples % microbatch_size
+    return np.concatenate([np.arange(num_samples), np.zeros(missing, np.int64)])
+
+
+def feed(
+    dataset: Dataset[Any],
+    order: NDArray[np.int64],
+    microbatch_size: int,
+    microbatches: Iterable[int],
+    *,
+    flatten: Callable[[Any], Mapping[Ref, Tensor]] | None,
+    with_target: bool,
+    dtype: torch.dtype,
+) -> Feed:
+    """Return a feed over the microbatches that one replica runs.
+
+    Parameters
+    ----------
+    dataset
+        Map-style, of (input, target) pairs.
+    order
+        Sample indices; microbatch k takes ``order[k * size : (k + 1) * size]``.
+    microbatch_size
+        Samples in a microbatch.
+    microbatches
+        Numbers of the microbatches in the order of the replica's forwards.
+    flatten
+        Turns an input into the values of the model's input layers; None where the stage
+        reads no inputs.
+    with_target
+        Whether the stage computes the loss.
+    dtype
+        Floating inputs and targets are converted to it.
+    """
+    numbers = list(microbatches)
+    indices = [order[k * microbatch_size : (k + 1) * microbatch_size].tolist() for k in numbers]
+    loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=_Fixed(indices), collate_fn=_collate)
+    batches = iter(loader)
+    due = iter(numbers)
+
+    def take(k: int) -> Batch:
+        expected = next(due)
+        if k != expected:
+            raise PdmpiError(f"the data feed is at microbatch {expected}, the program at {k}")
+        value, target = next(batches)
+        inputs = {} if flatten is None else flatten(cast_floating(value, dtype))
+        return Batch(inputs, cast_floating(target, dtype) if with_target else None)
+
+    return take
+
+
+class _Fixed:
+    """Batches of indices in an order given beforehand."""
+
+    def __init__(self, indices: Sequence[list[int]]) -> None:
+        self._indices = indices
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self._indices)
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+
+def _collate(samples: Any) -> Any:
+    """Stack samples; a dataset that fetches whole batches (``__getitems__``) may stack them itself."""
+    return default_collate(samples) if isinstance(samples, list) else samples

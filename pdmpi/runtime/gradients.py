@@ -1,0 +1,111 @@
+"""Sums of a replicated stage's gradients, in buckets that leave while the backward still runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from pdmpi.transport.base import Request, Transport
+
+__all__ = ["BUCKET_BYTES", "GradientReducer"]
+
+BUCKET_BYTES = 4 << 20
+"""Size at which a bucket is closed; large enough for bandwidth, small enough to leave early."""
+
+
+class _Bucket:
+    """Gradients of one dtype that travel together, in one contiguous buffer."""
+
+    def __init__(self, members: Sequence[nn.Parameter]) -> None:
+        self.members = members
+        first = members[0]
+        self.flat = torch.zeros(sum(p.numel() for p in members), dtype=first.dtype, device=first.device)
+        self.views: dict[nn.Parameter, Tensor] = {}
+        offset = 0
+        for parameter in members:
+            self.views[parameter] = self.flat[offset : offset + parameter.numel()].view(parameter.shape)
+            offset += parameter.numel()
+        self.dtype = str(first.dtype).removeprefix("torch.")
+        self.bytes = self.flat.view(torch.uint8).numpy()
+        self.missing = set(members)
+
+
+def _fill(parameters: Sequence[nn.Parameter], limit: int) -> list[_Bucket]:
+    """Group parameters in reverse order, the order in which a backward finishes their gradients."""
+    groups: list[list[nn.Parameter]] = []
+    for parameter in reversed(parameters):
+        last = groups[-1] if groups else []
+        nbytes = sum(p.numel() * p.element_size() for p in last)
+        if not last or last[0].dtype != parameter.dtype or nbytes >= limit:
+            groups.append([])
+        groups[-1].append(parameter)
+    return [_Bucket(members) for members in groups]
+
+
+class GradientReducer:
+    """Sums gradients over the replicas of a stage.
+
+    Buckets are posted strictly in one order on every replica, whatever order gradients
+    appear in, so that sums match; a parameter that a backward left without gradient counts
+    as zero.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        transport: Transport,
+        ranks: Sequence[int],
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        self._transport = transport
+        self._ranks = tuple(ranks)
+        self._buckets = _fill(list(parameters.values()), bucket_bytes)
+        self._armed = False
+        self._requests: list[Request] = []
+        for bucket in self._buckets:
+            for parameter in bucket.members:
+                parameter.register_post_accumulate_grad_hook(self._hook(bucket))  # type: ignore[no-untyped-call]
+
+    def arm(self) -> None:
+        """Let buckets leave as the next backward finishes their gradients."""
+        self._armed = True
+
+    def wait(self) -> None:
+        """Post what is left, wait for all sums and make them the parameters' gradients."""
+        for bucket in self._buckets:
+            for parameter in tuple(bucket.missing):
+                self._take(bucket, parameter)
+        self._post_ready()
+        for request in self._requests:
+            request.wait()
+        for bucket in self._buckets:
+            for parameter, view in bucket.views.items():
+                parameter.grad = view
+            bucket.missing.update(bucket.members)
+        self._requests.clear()
+        self._armed = False
+
+    def _hook(self, bucket: _Bucket) -> Callable[[Tensor], None]:
+        def ready(parameter: Tensor) -> None:
+            if self._armed:
+                assert isinstance(parameter, nn.Parameter)
+                self._take(bucket, parameter)
+                self._post_ready()
+
+        return ready
+
+    def _take(self, bucket: _Bucket, parameter: nn.Parameter) -> None:
+        with torch.no_grad():
+            if parameter.grad is None:
+                bucket.views[parameter].zero_()
+            else:
+                bucket.views[parameter].copy_(parameter.grad)
+        bucket.missing.discard(parameter)
+
+    def _post_ready(self) -> None:
+        for bucket in self._buckets[len(self._requests) :]:
+            if bucket.missing:
+                return
+            self._requests.append(self._transport.post_allreduce(bucket.bytes, bucket.dtype, self._ranks))

@@ -1,0 +1,211 @@
+"""Plays one replica of one stage: forward, recomputation, backward and update on named slots."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pdmpi.graph import Ref
+from pdmpi.model.stage import StageModule
+from pdmpi.runtime.boundary import Boundary
+from pdmpi.runtime.feed import Batch, Feed
+from pdmpi.runtime.gradients import GradientReducer
+from pdmpi.runtime.split import SplitBackward
+from pdmpi.runtime.weights import WeightRing
+from pdmpi.schedule.program import NO_SLOT
+
+__all__ = ["Criterion", "Player"]
+
+Criterion = Callable[[Mapping[Ref, Tensor], Any, int], Tensor]
+"""Returns the loss from the last stage's values, the target and the microbatch's number."""
+
+_NOTHING_FED = Batch({}, None)
+
+
+@dataclass
+class _Saved:
+    """What a backward needs of its forward."""
+
+    leaves: Mapping[Ref, Tensor]
+    outputs: Mapping[Ref, Tensor]
+    loss: Tensor | None
+    split: SplitBackward | None = None
+
+
+class Player:
+    """One replica of one stage.
+
+    Parameters
+    ----------
+    module
+        The stage's layers.
+    weights
+        Its weight versions.
+    boundary
+        Its boundary regions.
+    reducer
+        Sums gradients over the stage's replicas; ``None`` for a straight stage.
+    scale
+        Factor on the gradients before an update: one over the microbatches that it averages.
+    """
+
+    def __init__(
+        self,
+        module: StageModule,
+        weights: WeightRing,
+        boundary: Boundary,
+        *,
+        reducer: GradientReducer | None,
+        scale: float,
+    ) -> None:
+        self.module = module
+        self.weights = weights
+        self.boundary = boundary
+        self._reducer = reducer
+        self._scale = scale
+        self._feed: Feed | None = None
+        self._criterion: Criterion | None = None
+        self._saved: dict[int, _Saved] = {}
+        self._fed: dict[int, Batch] = {}
+        self.losses: dict[int, float] = {}
+        self._leaves = _leaves(boundary)
+
+    def begin(self, training: bool, feed: Feed | None, criterion: Criterion | None) -> None:
+        """Prepare for a program.
+
+        Parameters
+        ----------
+        training
+            Mode of the module.
+        feed
+            Where the stage reads the model's inputs or targets, if it reads any.
+        criterion
+            At the last stage: the loss of a microbatch.
+        """
+        assert not self._saved, "a program ends drained"
+        self.module.train(training)
+        self._feed = feed
+        self._criterion = criterion
+        self._fed.clear()
+        self.losses.clear()
+
+    def forward(self, k: int, version: int, weights: int, inputs: int, output: int, saved: int) -> None:
+        """Run the stage forward and fill its output slot."""
+        if self._feed is not None:
+            self._fed[k] = self._feed(k)
+        self.weights.select(weights)
+        run = self._run(k, inputs, keep=saved != NO_SLOT)
+        if self._criterion is not None:
+            assert run.loss is not None
+            self.losses[k] = float(run.loss.detach())
+        if saved != NO_SLOT:
+            self._saved[saved] = run
+        elif not self.module.training:
+            self._fed.pop(k, None)
+        for regions in self.boundary.outputs.values():
+            region = regions[output]
+            region.stamp(k, version)
+            for ref, target in region.tensors.items():
+                target.copy_(run.outputs[ref].detach())
+
+    def recompute(self, k: int, version: int, weights: int, inputs: int, saved: int) -> None:
+        """Run the stage forward again, this time keeping what the backward needs."""
+        self.weights.select(weights)
+        self._saved[saved] = self._run(k, inputs, keep=True, recompute=True)
+
+    def backward(self, k: int, version: int, weights: int, saved: int, grad_in: int, grad_out: int) -> None:
+        """Accumulate the parameters' gradients and fill the slot of gradients for earlier stages."""
+        self.weights.select(weights)
+        run = self._saved.pop(saved)
+        roots, gradients, loss = self._roots(run, k, grad_in)
+        if roots:
+            torch.autograd.backward(roots, gradients)
+        self._send_back(run, k, version, loss, grad_out)
+
+    def backward_input(
+        self, k: int, version: int, weights: int, saved: int, grad_in: int, grad_out: int
+    ) -> None:
+        """Fill the slot of gradients for earlier stages; leave the parameters' gradients for later."""
+        self.weights.select(weights)
+        run = self._saved[saved]
+        roots, gradients, loss = self._roots(run, k, grad_in)
+        wanted = [leaf for leaf in run.leaves.values() if leaf.requires_grad]
+        kept = [None if g is None else g.clone() for g in gradients]  # outlives the slot it arrived in
+        run.split = SplitBackward(roots, kept, wanted)
+        run.split.input_part()
+        self._send_back(run, k, version, loss, grad_out)
+
+    def backward_weight(self, weights: int, saved: int) -> None:
+        """Accumulate the parameters' gradients that `backward_input` left."""
+        self.weights.select(weights)
+        split = self._saved.pop(saved).split
+        assert split is not None
+        split.weight_part()
+
+    def _roots(
+        self, run: _Saved, k: int, grad_in: int
+    ) -> tuple[list[Tensor], list[Tensor | None], float]:
+        """Return where the backward starts, with which gradients, and the microbatch's loss."""
+        roots: list[Tensor] = []
+        gradients: list[Tensor | None] = []
+        if run.loss is not None:
+            roots.append(run.loss)
+            gradients.append(None)
+        self._fed.pop(k, None)
+        loss = self.losses.get(k, math.nan)
+        for regions in self.boundary.grad_inputs.values():
+            region = regions[grad_in]
+            loss = region.loss
+            for ref, gradient in region.tensors.items():
+                if run.outputs[ref].requires_grad:
+                    roots.append(run.outputs[ref])
+                    gradients.append(gradient)
+        self.losses[k] = loss
+        return roots, gradients, loss
+
+    def _send_back(self, run: _Saved, k: int, version: int, loss: float, grad_out: int) -> None:
+        for regions in self.boundary.grad_outputs.values():
+            region = regions[grad_out]
+            region.stamp(k, version, loss)
+            for ref, target in region.tensors.items():
+                gradient = run.leaves[ref].grad
+                target.zero_() if gradient is None else target.copy_(gradient)
+        for leaf in run.leaves.values():
+            leaf.grad = None
+
+    def arm_reduce(self) -> None:
+        """Let gradients leave for their sum as the next backward finishes them."""
+        assert self._reducer is not None
+        self._reducer.arm()
+
+    def wait_reduce(self) -> None:
+        """Wait for the sums."""
+        assert self._reducer is not None
+        self._reducer.wait()
+
+    def update(self, read: int, write: int) -> None:
+        """One optimizer step from a weight slot to another."""
+        self.weights.update(read, write, self._scale)
+
+    def _run(self, k: int, inputs: int, *, keep: bool, recompute: bool = False) -> _Saved:
+        fed = self._fed.get(k, _NOTHING_FED)
+        with torch.set_grad_enabled(keep):
+            leaves = {ref: slots[inputs] for ref, slots in self._leaves.items()}
+            outputs = self.module({**fed.inputs, **leaves}, k, recompute)
+            loss = None if self._criterion is None else self._criterion(outputs, fed.target, k)
+        return _Saved(leaves, outputs, loss)
+
+
+def _leaves(boundary: Boundary) -> dict[Ref, Sequence[Tensor]]:
+    """Return, for each received value, one autograd leaf a slot, over the slot's own memory."""
+    wanted = {ref for regions in boundary.grad_outputs.values() for ref in regions[0].tensors}
+    return {
+        ref: [region.tensors[ref].detach().requires_grad_(ref in wanted) for region in regions]
+        for regions in boundary.inputs.values()
+        for ref in regions[0].tensors
+    }

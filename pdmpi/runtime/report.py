@@ -1,0 +1,123 @@
+"""What a run says of itself while it goes on: plain records, printed by whoever listens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from pdmpi.runtime.evaluation import Score
+
+__all__ = ["Listener", "MetricsFile", "RankReport", "SegmentReport"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankReport:
+    """What one rank did in one program.
+
+    Attributes
+    ----------
+    label
+        Its stages and replicas.
+    compute_s
+        Seconds in forwards, backwards and updates.
+    wait_s
+        Seconds in waits.
+    instructions
+        Instructions that it ran.
+    losses
+        Mean loss of each microbatch that its last stage saw.
+    """
+
+    label: str
+    compute_s: float
+    wait_s: float
+    instructions: int
+    losses: Mapping[int, float]
+
+    def to_json(self) -> bytes:
+        """Encode for a message."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> RankReport:
+        """Decode a message."""
+        fields = json.loads(data)
+        return cls(**{**fields, "losses": {int(k): v for k, v in fields["losses"].items()}})
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentReport:
+    """One training program, on rank 0.
+
+    Attributes
+    ----------
+    epoch
+        Counted from 0.
+    first_minibatch, minibatches
+        Which minibatches of the epoch.
+    samples
+        Samples trained.
+    duration_s
+        Until the slowest rank was drained.
+    ranks
+        What each rank did.
+    """
+
+    epoch: int
+    first_minibatch: int
+    minibatches: int
+    samples: int
+    duration_s: float
+    ranks: tuple[RankReport, ...] = field(repr=False)
+
+    @property
+    def samples_per_s(self) -> float:
+        """Throughput, filling and draining of the pipeline included."""
+        return self.samples / self.duration_s
+
+    @property
+    def losses(self) -> dict[int, float]:
+        """Loss of each microbatch, in order."""
+        merged = {k: loss for rank in self.ranks for k, loss in rank.losses.items()}
+        return dict(sorted(merged.items()))
+
+    @property
+    def loss(self) -> float:
+        """Mean loss."""
+        losses = self.losses
+        return sum(losses.values()) / max(len(losses), 1)
+
+
+class Listener(Protocol):
+    """Whoever shows a run to a person; called on rank 0 only."""
+
+    def notice(self, text: str) -> None:
+        """One line that a person should know."""
+
+    def progress(self, epoch: int, done: int, total: int, loss: float) -> None:
+        """Minibatches of the epoch that left the pipeline, and the last one's loss (NaN where unknown)."""
+
+    def segment(self, report: SegmentReport) -> None:
+        """Tell of a program that is done."""
+
+    def evaluated(self, epoch: int, score: Score) -> None:
+        """Tell of an evaluation pass that is done."""
+
+
+class MetricsFile:
+    """Appends one JSON object a line."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+
+    def write(self, kind: str, **values: object) -> None:
+        """Append a record."""
+        self._file.write(json.dumps({"kind": kind, **values}) + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()

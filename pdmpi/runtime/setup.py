@@ -1,0 +1,184 @@
+"""From a configuration and a plan to what one rank needs to run: checked first, allocated after."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from pdmpi.config.run import RunConfig
+from pdmpi.errors import InputError
+from pdmpi.graph import Ref, TensorSpec
+from pdmpi.graph.graph import INPUT
+from pdmpi.model.build import build_stage, load_factory
+from pdmpi.model.example import dtype_of, example_batch, microbatch_size
+from pdmpi.model.optimizer import make_optimizer
+from pdmpi.model.trace import TracedModel, trace_model
+from pdmpi.plan.plan import Plan
+from pdmpi.runtime.boundary import boundary_of
+from pdmpi.runtime.gradients import GradientReducer
+from pdmpi.runtime.mailbox import Mailbox
+from pdmpi.runtime.player import Player
+from pdmpi.runtime.slots import host_memory
+from pdmpi.runtime.weights import WeightRing
+from pdmpi.schedule.program import Program, Topology
+from pdmpi.transport.base import Transport
+
+__all__ = [
+    "Datasets", "Rank", "build_rank", "check_fit", "label_of", "load_datasets", "quantum_of", "trace_run",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Datasets:
+    """Map-style datasets of (input, target) pairs."""
+
+    train: Dataset[Any]
+    test: Dataset[Any] | None
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What one rank runs.
+
+    Attributes
+    ----------
+    players
+        Its stages.
+    mailbox
+        Its transfers.
+    traced
+        The whole model, without memory.
+    reads_input, computes_loss
+        For each of its stages: whether it reads the model's inputs, and whether it is the
+        last one.
+    """
+
+    players: Mapping[int, Player]
+    mailbox: Mailbox
+    traced: TracedModel
+    reads_input: Mapping[int, bool]
+    computes_loss: Mapping[int, bool]
+
+
+def label_of(plan: Plan, rank: int) -> str:
+    """Return ``"stage 1, replica 0"`` for the stages that a rank plays."""
+    places = [p for p in plan.placement if p.rank == rank]
+    return "; ".join(f"stage {p.stage}, replica {p.replica}" for p in places)
+
+
+def quantum_of(topology: Topology, microbatches: int) -> int:
+    """Return the number whose multiples of minibatches keep all replicas of every stage equally busy."""
+    return math.lcm(*(len(r) // math.gcd(len(r), microbatches) for r in topology.ranks))
+
+
+def check_fit(config: RunConfig, plan: Plan, traced: TracedModel, num_ranks: int) -> None:
+    """Refuse a plan that does not fit the run, before anything is allocated.
+
+    Raises
+    ------
+    InputError
+        With all that differs: ranks, model, microbatch size, schedule.
+    """
+    problems = []
+    if plan.num_ranks != num_ranks:
+        problems.append(
+            f"the plan is for {plan.num_ranks} ranks, {num_ranks} were started; "
+            f"start {plan.num_ranks} (mpirun -n {plan.num_ranks}) or plan again for {num_ranks}"
+        )
+    if plan.profile.graph.fingerprint != traced.graph.fingerprint:
+        problems.append(
+            f"the plan is for another model (fingerprint {plan.profile.graph.fingerprint[:12]}, "
+            f"{config.model.factory} has {traced.graph.fingerprint[:12]}); profile and plan this model"
+        )
+    size = microbatch_size(config)
+    if plan.profile.microbatch_size != size:
+        problems.append(
+            f"the plan is for microbatches of {plan.profile.microbatch_size}, [train] minibatch_size / "
+            f"[schedule] microbatches is {size}; set them alike or profile again"
+        )
+    InputError.collect(problems)
+
+
+def load_datasets(config: RunConfig) -> Datasets:
+    """Return the training set and, if the factory has one, the test set."""
+    factory = load_factory(config.data.factory)
+    try:
+        train = factory(split="train", **config.data.args)
+        test = factory(split="test", **config.data.args) if config.train.evaluate_every else None
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise InputError(f"[data] factory {config.data.factory!r} failed: {reason}") from error
+    return Datasets(train, test)
+
+
+def trace_run(config: RunConfig) -> TracedModel:
+    """Trace the model of a run with its first microbatch."""
+    source, _ = example_batch(config)
+    return trace_model(config.model, source, seed=config.train.seed, dtype=dtype_of(config))
+
+
+def build_rank(
+    config: RunConfig,
+    plan: Plan,
+    traced: TracedModel,
+    training: Program,
+    others: Iterable[Program],
+    transport: Transport,
+) -> Rank:
+    """Build the stages of one rank, all buffers included; every rank calls it at the same time.
+
+    Parameters
+    ----------
+    config, plan, traced
+        As `check_fit` passed them.
+    training
+        A training program of the run.
+    others
+        Programs that may need more slots than it.
+    transport
+        Moves the messages.
+    """
+    topology = training.topology
+    graph = traced.graph
+    edges: dict[tuple[int, int], dict[Ref, TensorSpec]] = {
+        pair: {ref: graph.spec(ref) for ref in refs}
+        for pair, refs in graph.crossing([s.layers for s in plan.stages]).items()
+    }
+    groups = [group.ranks for group in training.groups]
+    transport.prepare(groups, sorted({config.train.dtype, "float64"}) if groups else [])
+    programs = [training, *others]
+    last = len(plan.stages) - 1
+    inputs = {layer.name for layer in graph.layers if layer.kind == INPUT}
+    players: dict[int, Player] = {}
+    for stage, ranks in enumerate(topology.ranks):
+        if transport.rank not in ranks:
+            continue
+        module = build_stage(traced, plan.stages[stage].layers, last=stage == last)
+        trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        weights = WeightRing(
+            trainable, training.slots[stage].weights, lambda masters: _optimizer(config, masters)
+        )
+        players[stage] = Player(
+            module,
+            weights,
+            boundary_of(stage, programs, edges, host_memory),
+            reducer=GradientReducer(trainable, transport, ranks) if len(ranks) > 1 else None,
+            scale=1.0 / training.microbatches_per_update[stage],
+        )
+    return Rank(
+        players=players,
+        mailbox=Mailbox(transport, {s: p.boundary for s, p in players.items()}),
+        traced=traced,
+        reads_input={s: any(name in inputs for name in plan.stages[s].layers) for s in players},
+        computes_loss={s: s == last for s in players},
+    )
+
+
+def _optimizer(config: RunConfig, masters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer | None:
+    return make_optimizer(config.optimizer, masters.values()) if masters else None

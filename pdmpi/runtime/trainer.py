@@ -1,0 +1,286 @@
+"""The training loop: programs one after the other, an evaluation pass between epochs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from pdmpi.config.run import RunConfig
+from pdmpi.errors import InputError
+from pdmpi.model.build import load_factory
+from pdmpi.model.example import dtype_of, microbatch_size
+from pdmpi.plan.plan import Plan
+from pdmpi.runtime.evaluation import Score, Scorer
+from pdmpi.runtime.executor import Executor
+from pdmpi.runtime.feed import Feed, epoch_order, feed, padded_order
+from pdmpi.runtime.player import Criterion
+from pdmpi.runtime.report import Listener, RankReport, SegmentReport
+from pdmpi.runtime.setup import Datasets, Rank, build_rank, check_fit, label_of, quantum_of, trace_run
+from pdmpi.runtime.statistics import average_statistics
+from pdmpi.schedule.check import CheckedProgram, check
+from pdmpi.schedule.evaluation import evaluation
+from pdmpi.schedule.program import Op
+from pdmpi.schedule.registry import program_of
+from pdmpi.schedule.topology import topology_of
+from pdmpi.simulate.timeline import Timeline
+from pdmpi.transport.base import Transport
+
+__all__ = ["Position", "Trainer", "segments"]
+
+_COMPUTE = (Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.UPDATE)
+_WAITS = (Op.WAIT_RECV, Op.WAIT_SEND, Op.WAIT_REDUCE)
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """How far a run is.
+
+    Attributes
+    ----------
+    epoch
+        Counted from 0.
+    minibatch
+        Minibatches of the epoch that are done.
+    total
+        Minibatches of the run that are done.
+    """
+
+    epoch: int = 0
+    minibatch: int = 0
+    total: int = 0
+
+
+def segments(minibatches: int, longest: int, quantum: int) -> list[int]:
+    """Divide an epoch into programs of at most ``longest`` minibatches, whole rounds each."""
+    step = max(longest // quantum, 1) * quantum
+    return [min(step, minibatches - start) for start in range(0, minibatches, step)]
+
+
+class Trainer:
+    """Trains one model as a plan says; every rank makes one at the same time.
+
+    Parameters
+    ----------
+    config, plan
+        What to run.
+    transport
+        Of this rank.
+    datasets
+        Training and test set.
+    listener
+        Told what happens, on rank 0.
+
+    Raises
+    ------
+    InputError
+        When plan, configuration, data and ranks do not fit together.
+    """
+
+    def __init__(
+        self, config: RunConfig, plan: Plan, transport: Transport, datasets: Datasets, listener: Listener
+    ) -> None:
+        torch.set_num_threads(config.train.threads)
+        self.config = config
+        self.plan = plan
+        self._transport = transport
+        self._datasets = datasets
+        self._listener = listener
+        self._size = microbatch_size(config)
+        self._topology = topology_of(plan)
+        traced = trace_run(config)
+        check_fit(config, plan, traced, transport.size)
+        self._quantum = quantum_of(self._topology, config.schedule.microbatches)
+        self.minibatches = self._minibatches_of_epoch()
+        self._programs: dict[int, CheckedProgram] = {}
+        self._test = self._test_program()
+        sizes = sorted(set(segments(self.minibatches, config.checkpoint.every_minibatches, self._quantum)))
+        for size in sizes:
+            self._programs[size] = check(program_of(plan, size))
+        programs = [self._programs[size].program for size in reversed(sizes)]
+        others = [*programs[1:], *([self._test.program] if self._test else [])]
+        self.rank: Rank = build_rank(config, plan, traced, programs[0], others, transport)
+        self._loss: Callable[[Any, Any], Tensor] = load_factory(config.loss.factory)(**config.loss.args)
+
+    @property
+    def epochs(self) -> int:
+        """Epochs of the run, the last one perhaps not whole."""
+        steps = self.config.train.steps
+        return self.config.train.epochs or -(-(steps or 0) // self.minibatches)
+
+    def epoch(self, position: Position, after: Callable[[Position], None] = lambda _: None) -> Position:
+        """Train the rest of an epoch from a position on.
+
+        Parameters
+        ----------
+        position
+            Where to start: at the start of an epoch, or of one of its programs.
+        after
+            Called after each program, drained.
+        """
+        order = epoch_order(len(self._datasets.train), self.config.train.seed, position.epoch)  # type: ignore[arg-type]
+        left = self.minibatches - position.minibatch
+        if self.config.train.steps is not None:
+            left = min(left, self.config.train.steps - position.total)
+            left -= left % self._quantum
+        for size in segments(left, self.config.checkpoint.every_minibatches, self._quantum):
+            self._train(order, position, size)
+            position = Position(position.epoch, position.minibatch + size, position.total + size)
+            after(position)
+        return Position(position.epoch + 1, 0, position.total)
+
+    def evaluate(self, epoch: int) -> Score | None:
+        """Run the test set through the pipeline; the score is known on rank 0."""
+        if self._test is None:
+            return None
+        test = self._datasets.test
+        count = len(test)  # type: ignore[arg-type]
+        scorer = Scorer(count, self._size, self._loss, self.rank.traced.unflatten)
+        order = padded_order(count, self._size)
+        self._run(self._test, test, order, training=False, criterion=scorer)
+        score = scorer.score
+        packed = np.array([score.samples, score.loss_sum, score.correct or 0, score.predictions])
+        gathered = self._transport.gather(packed.tobytes())
+        total = Score()
+        for part in (np.frombuffer(data) for data in gathered):
+            total += Score(int(part[0]), float(part[1]), int(part[2]) or None, int(part[3]))
+        if self._transport.rank == 0:
+            self._listener.evaluated(epoch, total)
+        return total
+
+    def timeline(self) -> Timeline | None:
+        """Gather the measured timeline of the last program, on rank 0; every rank calls it."""
+        executor = self._last
+        packed = np.concatenate([executor.start_s, executor.end_s])
+        parts = [np.frombuffer(data) for data in self._transport.gather(packed.tobytes())]
+        if not parts:
+            return None
+        halves = [part.reshape(2, -1) for part in parts]
+        return Timeline(executor.program, tuple(h[0] for h in halves), tuple(h[1] for h in halves))
+
+    def _train(self, order: NDArray[np.int64], position: Position, size: int) -> None:
+        if size not in self._programs:
+            self._programs[size] = check(program_of(self.plan, size))
+        checked = self._programs[size]
+        samples = size * self.config.train.minibatch_size
+        start = position.minibatch * self.config.train.minibatch_size
+        loss, unflatten = self._loss, self.rank.traced.unflatten
+        first = min(self.rank.players)
+        done = 0
+
+        def progress(k: int) -> None:
+            nonlocal done
+            done += 1
+            minibatches = done * len(self._topology.ranks[first]) // self.config.schedule.microbatches
+            known = self.rank.players[first].losses.get(k, float("nan"))
+            self._listener.progress(
+                position.epoch, position.minibatch + minibatches, self.minibatches, known
+            )
+
+        executor = self._run(
+            checked,
+            self._datasets.train,
+            order[start : start + samples],
+            training=True,
+            criterion=lambda values, target, _: loss(unflatten(values), target),
+            progress=progress if self._transport.rank == 0 else None,
+        )
+        for stage, player in self.rank.players.items():
+            average_statistics(player.module, self._transport, self._topology.ranks[stage])
+        reports = self._transport.gather(self._report(executor).to_json())
+        ends = self._transport.gather(np.array(executor.end_s[-1:]).tobytes())
+        if self._transport.rank == 0:
+            report = SegmentReport(
+                epoch=position.epoch,
+                first_minibatch=position.minibatch,
+                minibatches=size,
+                samples=samples,
+                duration_s=max(float(np.frombuffer(end).max(initial=0.0)) for end in ends),
+                ranks=tuple(map(RankReport.from_json, reports)),
+            )
+            self._listener.segment(report)
+
+    def _run(
+        self,
+        checked: CheckedProgram,
+        dataset: Dataset[Any] | None,
+        order: NDArray[np.int64],
+        *,
+        training: bool,
+        criterion: Criterion,
+        progress: Callable[[int], None] | None = None,
+    ) -> Executor:
+        for stage, player in self.rank.players.items():
+            player.begin(
+                training,
+                self._feed(checked, stage, dataset, order),
+                criterion if self.rank.computes_loss[stage] else None,
+            )
+        executor = Executor(checked, self._transport.rank, self.rank.players, self.rank.mailbox, progress)
+        self._transport.barrier()
+        executor.run()
+        self._last = executor
+        return executor
+
+    def _feed(
+        self, checked: CheckedProgram, stage: int, dataset: Dataset[Any] | None, order: NDArray[np.int64]
+    ) -> Feed | None:
+        reads, targets = self.rank.reads_input[stage], self.rank.computes_loss[stage]
+        if not (reads or targets) or dataset is None:
+            return None
+        rows = checked.program.rows[self._transport.rank]
+        chosen = rows[(rows[:, 0] == Op.FORWARD) & (rows[:, 1] == stage)]
+        return feed(
+            dataset,
+            order,
+            self._size,
+            chosen[:, 2].tolist(),
+            flatten=self.rank.traced.flatten if reads else None,
+            with_target=targets,
+            dtype=dtype_of(self.config),
+        )
+
+    def _report(self, executor: Executor) -> RankReport:
+        rows = executor.program.rows[self._transport.rank]
+        spent = executor.end_s - executor.start_s
+        losses = [p.losses for s, p in self.rank.players.items() if self.rank.computes_loss[s]]
+        return RankReport(
+            label=label_of(self.plan, self._transport.rank),
+            compute_s=_sum_over(rows, spent, _COMPUTE),
+            wait_s=_sum_over(rows, spent, _WAITS),
+            instructions=len(rows),
+            losses=losses[0] if losses else {},
+        )
+
+    def _minibatches_of_epoch(self) -> int:
+        count = len(self._datasets.train)  # type: ignore[arg-type]
+        size = self.config.train.minibatch_size
+        whole = count // size // self._quantum * self._quantum
+        if not whole:
+            raise InputError(
+                f"[data] the training set holds {count} samples, one round of the plan needs "
+                f"{size * self._quantum} ([train] minibatch_size = {size}); lower minibatch_size"
+            )
+        left = count - whole * size
+        if left and self._transport.rank == 0:
+            self._listener.notice(
+                f"each epoch trains {whole} minibatches of {size}; {left} of {count} samples sit out, "
+                "others in each epoch"
+            )
+        return whole
+
+    def _test_program(self) -> CheckedProgram | None:
+        if self._datasets.test is None:
+            return None
+        count = len(self._datasets.test)  # type: ignore[arg-type]
+        return check(evaluation(self._topology, -(-count // self._size)))
+
+
+def _sum_over(rows: NDArray[np.int32], spent: NDArray[np.float64], ops: Sequence[Op]) -> float:
+    return float(spent[np.isin(rows[:, 0], [int(op) for op in ops])].sum())

@@ -1,0 +1,122 @@
+"""Weight versions of one stage: a ring of slots at fixed addresses, and the optimizer that fills it.
+
+A forward leaves its parameters inside the autograd graph, and the backward reads whatever
+data the parameter object holds then; so the version that the forward used is put back
+before its backward (DESIGN, fact 4).  The optimizer never touches the module's own
+parameters: it owns a second set of parameter objects over the same slots, whose version
+counters autograd does not watch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["WeightRing"]
+
+_ALIGNMENT_BYTES = 64
+
+
+def _flat_views(like: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Allocate one flat buffer a dtype and return them with one view a tensor, in order."""
+    offsets: list[int] = []
+    sizes: dict[torch.dtype, int] = {}
+    for tensor in like:
+        step = max(1, _ALIGNMENT_BYTES // tensor.element_size())
+        offsets.append(sizes.get(tensor.dtype, 0))
+        sizes[tensor.dtype] = offsets[-1] + -(-tensor.numel() // step) * step
+    device = like[0].device if like else torch.device("cpu")
+    flats = {dtype: torch.zeros(size, dtype=dtype, device=device) for dtype, size in sizes.items()}
+    views = [
+        flats[tensor.dtype][offset : offset + tensor.numel()].view(tensor.shape)
+        for tensor, offset in zip(like, offsets, strict=True)
+    ]
+    return list(flats.values()), views
+
+
+class WeightRing:
+    """Slots for the versions of a stage's trainable parameters.
+
+    Parameters
+    ----------
+    parameters
+        The module's trainable parameters by name.  They are re-pointed at the slots; slot 0
+        receives their present values.
+    num_slots
+        Versions that can be alive at once: the stage's in-flight depth.
+    make_optimizer
+        Builds the optimizer over the ring's own parameter objects, by name.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        num_slots: int,
+        make_optimizer: Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer | None],
+    ) -> None:
+        self.parameters = dict(parameters)
+        self._own = list(self.parameters.values())
+        self._flats: list[list[Tensor]] = []
+        self._views: list[list[Tensor]] = []
+        for _ in range(num_slots):
+            flats, views = _flat_views(self._own)
+            self._flats.append(flats)
+            self._views.append(views)
+        with torch.no_grad():
+            for view, parameter in zip(self._views[0], self._own, strict=True):
+                view.copy_(parameter)
+        self._masters = {name: nn.Parameter(v) for name, v in zip(parameters, self._views[0], strict=True)}
+        self.optimizer = make_optimizer(self._masters)
+        self._selected = -1
+        self._newest = 0
+        self.select(0)
+
+    @property
+    def num_slots(self) -> int:
+        """Number of slots."""
+        return len(self._views)
+
+    @property
+    def masters(self) -> Mapping[str, nn.Parameter]:
+        """The newest version of each parameter, as the optimizer knows it."""
+        return self._masters
+
+    def select(self, slot: int) -> None:
+        """Make the module's parameters read the version in ``slot``."""
+        if slot != self._selected:
+            for parameter, view in zip(self._own, self._views[slot], strict=True):
+                parameter.data = view
+            self._selected = slot
+
+    def update(self, read: int, write: int, scale: float) -> None:
+        """Step from the version in ``read`` to ``write`` with the gradients times ``scale``; clear them."""
+        gradients = []
+        for parameter, master in zip(self._own, self._masters.values(), strict=True):
+            master.grad = parameter.grad
+            parameter.grad = None
+            if master.grad is not None:
+                gradients.append(master.grad)
+        with torch.no_grad():
+            if scale != 1.0 and gradients:
+                torch._foreach_mul_(gradients, scale)
+            self._move(read, write)
+            if self.optimizer is not None:
+                self.optimizer.step()
+        for master in self._masters.values():
+            master.grad = None
+
+    def rewind(self) -> None:
+        """Bring the newest version to slot 0, where every program starts."""
+        with torch.no_grad():
+            self._move(self._newest, 0)
+        self.select(0)
+
+    def _move(self, read: int, write: int) -> None:
+        if read != write:
+            for source, target in zip(self._flats[read], self._flats[write], strict=True):
+                target.copy_(source)
+            for master, view in zip(self._masters.values(), self._views[write], strict=True):
+                master.data = view
+        self._newest = write
