@@ -142,16 +142,21 @@ class Lane:
         return again
 
     def _gradients_waiting(self) -> int:
-        """Return the slots that gradients from a stage of the same rank need.
+        """Return the slots that gradients need which are made long before they are used.
 
-        The source waits for the send of one gradient before it posts the next, so the
-        receive must be posted by then, which no other rank can bring about.
+        A source waits for the send of one gradient before it posts the next, so the receive
+        must be posted by then.  Over an edge that skips stages the gradients of all
+        microbatches in flight may be under way; on one rank, order says how many are.
         """
         own = np.sort(self.backward)
         needed = 0
         for link in self.incoming:
+            if link.channel.kind != Kind.GRADIENT:
+                continue
             source = self._acts[:, 1] == link.channel.source_stage
-            if link.channel.kind == Kind.GRADIENT and source.any():
+            if link.channel.source_stage - self.stage > 1:
+                needed = max(needed, allocate(self.forward, self.backward).count)
+            elif source.any():
                 makes = (self._acts[:, 0] == Op.BACKWARD) | (self._acts[:, 0] == Op.BACKWARD_INPUT)
                 next_made = np.flatnonzero(source & makes)[1:]
                 behind = np.arange(1, len(next_made) + 1) - np.searchsorted(own, next_made)

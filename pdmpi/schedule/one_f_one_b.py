@@ -7,11 +7,11 @@ import numpy as np
 from pdmpi.schedule.order import Actions, actions
 from pdmpi.schedule.program import Op
 
-__all__ = ["one_f_one_b"]
+__all__ = ["alternate", "one_f_one_b"]
 
 
-def one_f_one_b(stage: int, depth: int, first: int, num: int, step: int = 1) -> Actions:
-    """Return one replica's order: ``depth`` forwards, then one backward and one forward in turn.
+def one_f_one_b(stage: int, depth: int, microbatches: range) -> Actions:
+    """Return one replica's order: ``F0 F1 F2 B0 F3 B1 F4 B2 ...`` for a depth of 3.
 
     Parameters
     ----------
@@ -19,20 +19,19 @@ def one_f_one_b(stage: int, depth: int, first: int, num: int, step: int = 1) -> 
         The stage.
     depth
         Microbatches that the replica holds at most between forward and backward.
-    first, num, step
-        Its microbatches: ``first, first + step, ...``, ``num`` of them.
-
-    Returns
-    -------
-    array, shape (2 num, 3)
-        ``F0 F1 F2 B0 F3 B1 ... B(num-1)`` for a depth of 3.
+    microbatches
+        Those of the replica.
     """
+    k = np.asarray(microbatches)
+    return alternate(actions(Op.FORWARD, stage, k), actions(Op.BACKWARD, stage, k), depth)
+
+
+def alternate(forwards: Actions, backwards: Actions, depth: int) -> Actions:
+    """Return ``depth`` forwards, then one backward and one forward in turn, then the other backwards."""
+    num = len(forwards)
     warm = min(depth, num)
     index = np.arange(num)
     rows = np.empty((2 * num, 3), np.int32)
-    microbatch = first + step * index
-    forward = np.where(index < warm, index, 2 * index - warm + 1)
-    backward = np.where(index < num - warm, 2 * index + warm, index + num)
-    rows[forward] = actions(Op.FORWARD, stage, microbatch)
-    rows[backward] = actions(Op.BACKWARD, stage, microbatch)
+    rows[np.where(index < warm, index, 2 * index - warm + 1)] = forwards
+    rows[np.where(index < num - warm, 2 * index + warm, index + num)] = backwards
     return rows

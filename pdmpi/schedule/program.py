@@ -8,6 +8,7 @@ readable view of a row; its text form round-trips.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -76,12 +77,14 @@ OPERANDS: Mapping[Op, tuple[str, ...]] = {
 }
 """Names of an operation's operands, in column order from column 3 on.
 
-``version`` counts updates of the stage (0 at the start of the program); ``weights``,
-``read`` and ``write`` are slots of its ring of weight versions.  ``input`` and ``output``
+``version`` counts updates of the stage (0 at the start of the program); that of an
+``UPDATE`` is the one it makes.  ``weights``, ``read`` and ``write`` are slots of the stage's
+ring of weight versions.  ``input`` and ``output``
 are slots for boundary activations (all channels of the stage together), ``grad_in`` is
 the slot for gradients that arrive from later stages, ``grad_out`` for those sent to
-earlier ones, ``saved`` for what autograd keeps.  An ``UPDATE``'s microbatch is the last
-one that it includes.
+earlier ones, ``saved`` for what autograd keeps.  Stages that receive nothing have input
+slots too, for what they are fed.  The microbatch of an ``UPDATE``, and of the reduction
+before it, is the last one that it includes, over all replicas.
 """
 
 NUM_COLUMNS = 3 + max(len(names) for names in OPERANDS.values())
@@ -160,6 +163,16 @@ class Topology:
     def num_ranks(self) -> int:
         """Number of ranks."""
         return 1 + max(rank for ranks in self.ranks for rank in ranks)
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """Number of replicas of each stage."""
+        return tuple(len(ranks) for ranks in self.ranks)
+
+    @property
+    def round(self) -> int:
+        """The fewest microbatches that every stage's replicas can share evenly."""
+        return math.lcm(*self.replicas)
 
     def replica(self, stage: int, microbatch: int) -> int:
         """Return the replica that runs a microbatch: ``microbatch mod R`` (1F1B-RR)."""

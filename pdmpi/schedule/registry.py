@@ -8,12 +8,21 @@ from typing import cast, get_args
 
 from pdmpi.errors import InputError, nearest
 from pdmpi.plan.plan import Plan, ScheduleChoice
+from pdmpi.schedule.data_parallel import data_parallel
+from pdmpi.schedule.double_buffered import double_buffered
+from pdmpi.schedule.flushed_1f1b import flushed_1f1b
+from pdmpi.schedule.gpipe import gpipe
+from pdmpi.schedule.interleaved import interleaved
 from pdmpi.schedule.lane import Recompute
 from pdmpi.schedule.lower import lower
+from pdmpi.schedule.model_parallel import model_parallel
 from pdmpi.schedule.order import Order
 from pdmpi.schedule.pipedream import pipedream
 from pdmpi.schedule.program import Program, Topology
 from pdmpi.schedule.topology import topology_of
+from pdmpi.schedule.vertical_sync import vertical_sync
+from pdmpi.schedule.zb_h1 import zb_h1
+from pdmpi.schedule.zb_v import zb_v
 
 __all__ = ["SCHEDULES", "Generator", "generate", "program_of"]
 
@@ -23,6 +32,15 @@ Generator = Callable[[ScheduleChoice, Topology, int], Order]
 SCHEDULES: Mapping[str, Generator] = MappingProxyType(
     {
         "pipedream": pipedream,
+        "pipedream-vsync": vertical_sync,
+        "2bw": double_buffered,
+        "gpipe": gpipe,
+        "1f1b": flushed_1f1b,
+        "interleaved": interleaved,
+        "zb-h1": zb_h1,
+        "zb-v": zb_v,
+        "data-parallel": data_parallel,
+        "model-parallel": model_parallel,
     }
 )
 """Every schedule by its name in ``[schedule]``."""

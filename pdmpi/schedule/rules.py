@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
-
 from pdmpi.errors import InputError
 from pdmpi.plan.plan import ScheduleChoice
 from pdmpi.schedule.program import Topology
 
-__all__ = ["one_microbatch", "one_stage_a_rank", "split_over_replicas", "straight_only", "whole_rounds"]
+__all__ = [
+    "equal_replicas", "no_extra_in_flight", "one_microbatch", "one_stage_a_rank", "split_over_replicas",
+    "straight_only", "whole_rounds",
+]  # fmt: skip
 
 
 def one_microbatch(choice: ScheduleChoice) -> None:
@@ -20,55 +21,68 @@ def one_microbatch(choice: ScheduleChoice) -> None:
         )
 
 
+def no_extra_in_flight(choice: ScheduleChoice) -> None:
+    """Refuse extra minibatches in flight where the schedule itself says how many there are."""
+    if choice.extra_in_flight:
+        raise InputError(
+            f"schedule.extra_in_flight = {choice.extra_in_flight} means nothing to schedule {choice.name!r}; "
+            "set it to 0"
+        )
+
+
 def one_stage_a_rank(choice: ScheduleChoice, topology: Topology) -> None:
     """Refuse a rank that plays several stages."""
-    ranks = [rank for stage in topology.ranks for rank in stage]
-    twice = (
-        next((rank for rank in ranks if ranks.count(rank) > 1), None)
-        if len(set(ranks)) < len(ranks)
-        else None
-    )
-    if twice is not None:
+    seen: set[int] = set()
+    for rank in (rank for stage in topology.ranks for rank in stage):
+        if rank in seen:
+            raise InputError(
+                f"schedule {choice.name!r} plays one stage a rank, but the plan gives rank {rank} several; "
+                "take 'interleaved' or 'zb-v', or plan again for this schedule"
+            )
+        seen.add(rank)
+
+
+def straight_only(choice: ScheduleChoice, topology: Topology, why: str) -> None:
+    """Refuse replicated stages."""
+    if max(topology.replicas) > 1:
+        raise InputError(f"schedule {choice.name!r} takes no replicas ({_shape(topology)}): {why}")
+
+
+def equal_replicas(choice: ScheduleChoice, topology: Topology) -> None:
+    """Refuse stages of unequal numbers of replicas."""
+    if len(set(topology.replicas)) > 1:
         raise InputError(
-            f"schedule {choice.name!r} plays one stage a rank, but the plan gives rank {twice} several; "
-            "take 'interleaved' or 'zb-v', or plan again for this schedule"
+            f"schedule {choice.name!r} plays several stages a rank, which needs the same number of replicas "
+            f"everywhere, not {_shape(topology)}; take '1f1b' or 'pipedream', or plan again for this schedule"
         )
 
 
 def whole_rounds(num_minibatches: int, topology: Topology) -> None:
     """Refuse a number of minibatches that leaves a replica without its share of a round."""
-    replicas = [len(ranks) for ranks in topology.ranks]
-    unit = math.lcm(*replicas)
-    below = num_minibatches // unit * unit
-    if num_minibatches < 1 or below != num_minibatches:
-        fits = f"{below} or {below + unit}" if below else str(unit)
+    if num_minibatches < 1 or num_minibatches % topology.round:
         raise InputError(
-            f"{num_minibatches} minibatches do not fill rounds over {'-'.join(map(str, replicas))} replicas: "
-            f"take a multiple of {unit}, {fits}"
+            f"{num_minibatches} minibatches do not fill rounds over {_shape(topology)} replicas: take a "
+            f"multiple of {topology.round}, {_nearest(num_minibatches, topology.round)}"
         )
 
 
 def split_over_replicas(choice: ScheduleChoice, topology: Topology, num_minibatches: int) -> None:
     """Refuse microbatches that the replicas of a stage cannot share evenly."""
-    replicas = [len(ranks) for ranks in topology.ranks]
-    unit = math.lcm(*replicas)
-    below = choice.microbatches // unit * unit
     problems = []
-    if below != choice.microbatches:
-        fits = f"{below} or {below + unit}" if below else str(unit)
+    if choice.microbatches < 1 or choice.microbatches % topology.round:
         problems.append(
-            f"schedule.microbatches = {choice.microbatches} cannot be shared by "
-            f"{'-'.join(map(str, replicas))} replicas: take a multiple of {unit}, {fits}"
+            f"schedule.microbatches = {choice.microbatches} cannot be shared evenly by {_shape(topology)} "
+            f"replicas: take a multiple of {topology.round}, {_nearest(choice.microbatches, topology.round)}"
         )
     if num_minibatches < 1:
         problems.append(f"{num_minibatches} minibatches: take at least 1")
     InputError.collect(problems)
 
 
-def straight_only(choice: ScheduleChoice, topology: Topology, why: str) -> None:
-    """Refuse replicated stages."""
-    counts = [len(ranks) for ranks in topology.ranks]
-    if max(counts) > 1:
-        raise InputError(
-            f"schedule {choice.name!r} takes no replicated stages ({'-'.join(map(str, counts))}): {why}"
-        )
+def _shape(topology: Topology) -> str:
+    return "-".join(map(str, topology.replicas))
+
+
+def _nearest(number: int, unit: int) -> str:
+    below = number // unit * unit
+    return f"{below} or {below + unit}" if below > 0 else str(unit)

@@ -49,7 +49,7 @@ def check_sequence(part: Part) -> Iterator[Violation]:
 
 def check_messages(part: Part) -> Iterator[Violation]:
     """Yield boundary tensors that are not received before they are used, or not sent once they are made."""
-    for index, channel in enumerate(part.program.channels):
+    for index, channel in part.channels:
         activation = channel.kind == Kind.ACTIVATION
         if not activation and not part.trained:
             continue

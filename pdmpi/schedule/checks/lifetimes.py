@@ -43,7 +43,7 @@ def check_lifetimes(part: Part) -> Iterator[Violation]:
 def _extreme(part: Part, op: Op, kind: Kind, start: Indices, extreme: np.ufunc) -> Indices:
     """Return each microbatch's first (or last) row among ``start`` and its messages of a kind."""
     found = start
-    for index, channel in enumerate(part.program.channels):
+    for index, channel in part.channels:
         here = channel.target_stage if op == Op.POST_RECV else channel.source_stage
         if channel.kind == kind and here == part.stage:
             message = part.located(op, part.on_channel(op, index))

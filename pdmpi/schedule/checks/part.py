@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from pdmpi.schedule.program import NUM_COLUMNS, OPERANDS, Op, Program, Rows
+from pdmpi.schedule.program import NUM_COLUMNS, OPERANDS, Channel, Op, Program, Rows
 
 __all__ = ["MISSING", "Located", "Part", "parts"]
 
@@ -59,9 +59,14 @@ class Part:
         Whether the stage has updates.
     split
         Whether its backward is in two parts.
+    channels
+        Those that start or end at the stage, with their numbers.
     """
 
-    def __init__(self, program: Program, stage: int, replica: int) -> None:
+    def __init__(
+        self, program: Program, stage: int, replica: int, channels: tuple[tuple[int, Channel], ...]
+    ) -> None:
+        self.channels = channels
         self.program = program
         self.stage = stage
         self.replica = replica
@@ -115,6 +120,10 @@ class Part:
 
 def parts(program: Program) -> Iterator[Part]:
     """Go through every replica of every stage."""
+    channels: list[list[tuple[int, Channel]]] = [[] for _ in program.topology.ranks]
+    for index, channel in enumerate(program.channels):
+        channels[channel.source_stage].append((index, channel))
+        channels[channel.target_stage].append((index, channel))
     for stage, ranks in enumerate(program.topology.ranks):
         for replica in range(len(ranks)):
-            yield Part(program, stage, replica)
+            yield Part(program, stage, replica, tuple(channels[stage]))

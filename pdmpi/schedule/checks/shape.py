@@ -133,15 +133,15 @@ def _messages(program: Program, rank: int, op: Op, mine: NDArray[np.bool_]) -> I
     sending = op in (Op.POST_SEND, Op.WAIT_SEND)
     for row in np.flatnonzero(mine & ((rows[:, 3] < 0) | (rows[:, 3] >= len(program.channels)))).tolist():
         yield Violation(Fault.SHAPE, rank, row, f"no channel has number {rows[row, 3]}")
-    for index, channel in enumerate(program.channels):
+    known = mine & (rows[:, 3] >= 0) & (rows[:, 3] < len(program.channels))
+    for index in np.unique(rows[known, 3]).tolist():
+        channel = program.channels[index]
         here, there = channel.source_stage, channel.target_stage
         sort = "output" if channel.kind == Kind.ACTIVATION else "grad_out"
         if not sending:
             here, there = there, here
             sort = "input" if channel.kind == Kind.ACTIVATION else "grad_in"
         at = np.flatnonzero(mine & (rows[:, 3] == index))
-        if not len(at):
-            continue
         ranks = np.array(program.topology.ranks[there])
         due = ranks[rows[at, 2] % len(ranks)]
         limit: int = getattr(program.slots[here], sort)
