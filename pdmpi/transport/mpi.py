@@ -23,7 +23,7 @@ from pdmpi.transport.dtypes import SUM_DTYPES, needs_widening, round_into, summe
 from pdmpi.transport.launcher import check_world_size
 from pdmpi.transport.progress import Progress
 
-__all__ = ["MAX_MESSAGE_BYTES", "MpiTransport", "library"]
+__all__ = ["MAX_MESSAGE_BYTES", "MpiTransport", "concurrent", "library"]
 
 MAX_MESSAGE_BYTES = 1 << 30
 """Longer messages are sent in parts of this length: counts of 2^31 and more fail."""
@@ -37,6 +37,11 @@ def library() -> str:
     text = MPI.Get_library_version().replace("\0", "").strip()
     first = text.splitlines()[0].split(", package:")[0]
     return " ".join(first.replace("MPICH Version:", "MPICH").split()).rstrip(",")
+
+
+def concurrent() -> bool:
+    """Whether several threads may call MPI at the same time."""
+    return bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)
 
 
 class _Transfer:
@@ -189,8 +194,7 @@ class MpiTransport:
         self._control = world.Dup()
         self._idle = world.Dup()
         self._groups: dict[tuple[int, ...], MPI.Comm | None] = {}
-        concurrent = MPI.Query_thread() == MPI.THREAD_MULTIPLE
-        self.progress = Progress(self._poke if concurrent else None, stall_timeout_s)
+        self.progress = Progress(self._poke if concurrent() else None, stall_timeout_s)
 
     @property
     def rank(self) -> int:

@@ -12,7 +12,7 @@ from launch import MPIS, REPOSITORY, command
 from pdmpi.errors import InputError
 from pdmpi.transport.launcher import check_world_size, local_rank, local_size
 
-MISSING = [parameter for parameter in MPIS for mark in parameter.marks if mark.name == "skipif" and mark.args[0]]
+MISSING = [mark for parameter in MPIS for mark in parameter.marks if mark.name == "skipif" and mark.args[0]]
 
 
 @pytest.mark.parametrize(
