@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from pdmpi.model.record import Node, Recording, Value
+from pdmpi.model.recording import Node, Recording, Value
 from pdmpi.model.tree import tree_leaves
 
 __all__ = ["Group", "group_nodes"]

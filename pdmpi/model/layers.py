@@ -11,7 +11,7 @@ from pdmpi.errors import InputError
 from pdmpi.graph import Layer, LayerGraph, Ref, TensorSpec
 from pdmpi.graph.graph import INPUT
 from pdmpi.model.group import Group, group_nodes
-from pdmpi.model.record import Attribute, Recording, Value
+from pdmpi.model.recording import Attribute, Recording, Value
 from pdmpi.model.tree import tree_leaves
 
 __all__ = ["LayerState", "Layers", "layers_of"]

@@ -13,18 +13,18 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pdmpi import __version__
 from pdmpi.config.run import ModelConfig, OptimizerConfig, RunConfig
-from pdmpi.errors import InputError, nearest
+from pdmpi.errors import InputError
 from pdmpi.graph import Layer, Ref
 from pdmpi.graph.graph import INPUT
 from pdmpi.model.build import build_stage, load_factory
 from pdmpi.model.example import cast_floating, dtype_of, example_batch, microbatch_size
+from pdmpi.model.optimizer import make_optimizer
 from pdmpi.model.timing import Clock, LayerSample, SavedBytes, Step
 from pdmpi.model.trace import TracedModel, trace_model
 from pdmpi.plan.profile import LayerCost, Profile
@@ -236,31 +236,17 @@ def _optimizer_costs(
     config: OptimizerConfig, dtype: torch.dtype, clock: Clock, device: torch.device
 ) -> tuple[float, float]:
     """Return (bytes of state, seconds of a step) for each byte of parameters, measured on 4 MiB."""
-    names = [
-        n
-        for n, c in vars(torch.optim).items()
-        if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)
-    ]
-    if config.name not in names:
-        raise InputError(
-            f"[optimizer] name = {config.name!r} is no class of torch.optim{nearest(config.name, names)}"
-        )
     width = 512
     rows = _OPTIMIZER_BYTES // (width * torch.empty(0, dtype=dtype).element_size())
     parameter = nn.Parameter(torch.randn(rows, width, dtype=dtype, device=device))
     parameter.grad = torch.randn_like(parameter)
-    try:
-        optimizer: Any = getattr(torch.optim, config.name)([parameter], **config.args)
-        seconds = []
-        for _ in range(5):
-            start = clock.mark()
-            optimizer.step()
-            end = clock.mark()
-            clock.finish()
-            seconds.append(clock.between(start, end))
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise InputError(
-            f"[optimizer] {config.name} does not work with args = {config.args}: {error}"
-        ) from error
+    optimizer = make_optimizer(config, [parameter])
+    seconds = []
+    for _ in range(5):
+        start = clock.mark()
+        optimizer.step()
+        end = clock.mark()
+        clock.finish()
+        seconds.append(clock.between(start, end))
     state = [t for held in optimizer.state.values() for t in held.values() if isinstance(t, Tensor)]
     return sum(t.nbytes for t in state) / parameter.nbytes, statistics.median(seconds) / parameter.nbytes

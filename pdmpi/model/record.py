@@ -1,4 +1,4 @@
-"""What one call of a model does, as a list of calls between tensors.
+"""Recording what one call of a model does, as a list of calls between tensors.
 
 The model runs once on ``meta`` tensors, in plain Python.  Two kinds of call are recorded:
 a *leaf module* (a layer of ``torch.nn``, a submodule that the configuration names, or one
@@ -10,143 +10,33 @@ unpack dictionaries and build lists, since it is Python that runs.
 
 What the recorder cannot follow (a branch on the values of a tensor, a tensor made by
 something that torch does not show) raises `CannotFollow` with the innermost submodule,
-which the tracer then makes a leaf.
+which the tracer then makes a leaf.  A leaf that cannot run on ``meta`` tensors runs once on
+real ones, for the shapes of its outputs.
 """
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from pdmpi.model.deferred import Tape, storage_id, written
+from pdmpi.errors import InputError
+from pdmpi.model.attributes import Snapshot, tensor_paths
+from pdmpi.model.constants import Constants
+from pdmpi.model.deferred import Tape, storage_id
+from pdmpi.model.materialise import Materialiser
+from pdmpi.model.meta import Observer, place_of, stand_in
+from pdmpi.model.recording import Attribute, CannotFollow, Constant, Fact, Node, Recording, Value
 from pdmpi.model.tree import map_tree, tensors_of
 
-__all__ = ["Attribute", "CannotFollow", "Constant", "Node", "Recording", "Value", "record"]
+__all__ = ["record"]
 
-
-@dataclass(frozen=True, slots=True)
-class Value:
-    """A tensor that a node made, or an input of the model; numbered in the order of their making."""
-
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class Attribute:
-    """A parameter, buffer or plain tensor attribute, by its path in the model."""
-
-    path: str
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Constant:
-    """A tensor from outside of the model (a global, or one kept in a list)."""
-
-    tensor: Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fact:
-    """What is known of a value: its shape and kind, and its memory."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-    storage: int
-
-
-@dataclass(kw_only=True)
-class Node:
-    """One recorded call.
-
-    Attributes
-    ----------
-    target
-        Path of a leaf module, or a torch function.
-    args, kwargs
-        With `Value`, `Attribute` and `Constant` in the place of tensors.
-    results
-        The values of the tensors that it returns, in order.
-    mutated
-        (before, after) for each argument written in place that it does not return.
-    owner, call
-        Path of the module whose forward makes the call, and a number for that forward.
-    random
-        Whether it draws random numbers.
-    writes
-        Storages that it writes.
-    grad
-        Whether gradients were enabled.
-    """
-
-    target: str | Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    results: tuple[Value, ...]
-    mutated: tuple[tuple[Value, Value], ...]
-    owner: str
-    call: int
-    random: bool
-    writes: frozenset[int]
-    grad: bool
-
-    @property
-    def reads(self) -> Iterator[Value]:
-        """The values among its arguments, in order."""
-        return (x for x in _leaves((self.args, self.kwargs)) if isinstance(x, Value))
-
-    @property
-    def attributes(self) -> Iterator[str]:
-        """The paths of the tensors of the model among its arguments."""
-        return (x.path for x in _leaves((self.args, self.kwargs)) if isinstance(x, Attribute))
-
-    @property
-    def makes(self) -> tuple[Value, ...]:
-        """Every value that exists after the call and not before."""
-        return (*self.results, *(after for _, after in self.mutated))
-
-
-@dataclass(kw_only=True)
-class Recording:
-    """Everything that one call of the model did.
-
-    Attributes
-    ----------
-    nodes
-        In execution order.
-    inputs
-        (name, structure) for each argument of the model; tensors are `Value`.
-    output
-        The structure that the model returned.
-    facts
-        One entry for each value.
-    glued
-        Pairs of node positions that share memory in a way that must not be cut apart: one
-        stage holds all nodes from the first to the second.
-    """
-
-    nodes: list[Node] = field(default_factory=list)
-    inputs: list[tuple[str, Any]] = field(default_factory=list)
-    output: Any = None
-    facts: list[Fact] = field(default_factory=list)
-    glued: list[tuple[int, int]] = field(default_factory=list)
-
-
-class CannotFollow(Exception):
-    """The call cannot be followed inside of the module at ``path``."""
-
-    def __init__(self, path: str, reason: str) -> None:
-        super().__init__(reason)
-        self.path = path
-        self.reason = reason
+_ERRORS = (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError, KeyError, AttributeError)
 
 
 def record(
@@ -169,6 +59,8 @@ def record(
     ------
     CannotFollow
         Naming the innermost module that is no leaf.
+    InputError
+        When a leaf does not run on real tensors either.
     """
     recorder = _Recorder(module, is_leaf, tape)
     named = [(name, map_tree(recorder.add_input, value)) for name, value in arguments.items()]
@@ -177,83 +69,51 @@ def record(
     recorder.recording.inputs = [
         (name.lstrip("*"), map_tree(recorder.reference, value)) for name, value in named
     ]
-    with recorder.hooks(module), recorder.observer, recorder:
+    with recorder.watching(), recorder.observer, recorder:
         try:
             output = module(*positional, **keywords)
-            recorder.recording.output = map_tree(recorder.reference, output)
-        except CannotFollow:
-            raise
-        except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
-            raise CannotFollow(recorder.path, _where(error)) from error
-    recorder.check_state()
+        except _ERRORS as error:
+            raise CannotFollow(recorder.path, place_of(error)) from error
+        recorder.recording.output = map_tree(recorder.reference, output)
+        recorder.check_state()
     return recorder.recording
-
-
-class _Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees below autograd: which storages are written, and whether random numbers are drawn."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.random = False
-        self.writes: set[int] = set()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            self.random = True
-            kwargs.pop("generator", None)
-        for tensor in written(func, args, kwargs):
-            self.writes.add(storage_id(tensor))
-        if func is torch.ops.aten._local_scalar_dense.default:
-            raise RuntimeError("the value of a tensor decides what the model does")
-        tensors = tensors_of((args, kwargs))
-        if any(t.device.type == "meta" for t in tensors):
-            args = map_tree(_stand_in, args)
-            kwargs = map_tree(_stand_in, kwargs)
-        elif tensors and func is not torch.ops.aten.lift_fresh.default:
-            return func(*args, **kwargs)
-        if isinstance(kwargs.get("device"), torch.device) or not tensors:
-            kwargs = _on_meta(func, kwargs)
-        if func is torch.ops.aten.lift_fresh.default:
-            return torch.empty_like(args[0], device="meta")
-        return func(*args, **kwargs)
 
 
 class _Recorder(TorchFunctionMode):
     def __init__(self, module: nn.Module, is_leaf: Callable[[str, nn.Module], bool], tape: Tape) -> None:
         super().__init__()
         self.recording = Recording()
-        self.observer = _Observer()
+        self.observer = Observer()
+        self._module = module
         self._is_leaf = is_leaf
         self._tape = tape
         self._values: dict[int, Value] = {}
-        self._alive: list[Any] = [module]
+        self._alive: list[Any] = []
         self._made_by: dict[int, int] = {}
         self._last_write: dict[int, tuple[int, Tensor]] = {}
-        self._attributes = _attributes_of(module)
+        self._attributes = tensor_paths(module)
         self._attribute_storages = {storage_id(t) for t, _ in self._attributes.values()}
+        self._snapshot = Snapshot(module)
+        self._followed: list[str] = []
         self._frames: list[tuple[str, int]] = [("", 0)]
         self._calls = 0
         self._leaf: nn.Module | None = None
-        self._state = _plain_state(module, is_leaf)
-        self._module = module
-
-    # -- values ---------------------------------------------------------------------------
+        self._autocast = _autocast()
+        self._constants = Constants(self.recording, module, tape)
 
     @property
     def path(self) -> str:
         """The innermost module that is being followed."""
         return self._frames[-1][0]
 
+    # -- values ---------------------------------------------------------------------------
+
     def add_input(self, leaf: Any) -> Any:
         """Make a tensor among the arguments known as a value."""
-        if not isinstance(leaf, Tensor):
-            return leaf
-        stand_in = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
-        self._new_value(stand_in)
-        return stand_in
+        if isinstance(leaf, Tensor):
+            leaf = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+            self._new_value(leaf)
+        return leaf
 
     def reference(self, leaf: Any) -> Any:
         """Return what stands for a tensor in a recorded call; other leaves are themselves."""
@@ -264,19 +124,20 @@ class _Recorder(TorchFunctionMode):
         if id(leaf) in self._attributes:
             return Attribute(self._attributes[id(leaf)][1])
         if self._tape.knows(leaf) or leaf.device.type != "meta":
+            self._alive.append(leaf)
             return Constant(leaf)
         raise CannotFollow(self.path, "a tensor comes from code that torch does not show")
 
     def _current(self, tensor: Tensor) -> Value:
         """Return the tensor's value, or the newer one when its memory was written since."""
-        value, node = self._values[id(tensor)], len(self.recording.nodes)
-        last = self._last_write.get(storage_id(tensor))
-        made = self._made_by.get(value.number, -1)
-        if last is None or last[0] <= made:
+        value = self._values[id(tensor)]
+        made = self._made_by[value.number]
+        written_by, newest = self._last_write.get(storage_id(tensor), (-1, tensor))
+        if written_by <= made:
             return value
-        if _same_window(last[1], tensor) and id(last[1]) in self._values:
-            return self._values[id(last[1])]
-        self.recording.glued.append((max(made, 0), node))
+        if _same_window(newest, tensor):
+            return self._values[id(newest)]
+        self.recording.glued.append((max(made, 0), len(self.recording.nodes)))
         return value
 
     def _new_value(self, tensor: Tensor) -> Value:
@@ -308,49 +169,53 @@ class _Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if name == "__set__":
-            raise CannotFollow(self.path, "a tensor's memory is replaced (.data, .grad)")
-        self._observe()
-        out = func(*args, **kwargs)
-        if not tensors_of(out) and not self.observer.writes:
-            return out
-        if name == "requires_grad_" and id(args[0]) not in self._values:
-            return out
-        return self._add(func, args, kwargs, out)
+            raise CannotFollow(self.path, "a tensor's memory is replaced (.data or .grad is assigned)")
+        self.observer.reset()
+        try:
+            out = func(*args, **kwargs)
+        except _ERRORS:
+            out = self._from_constants(func, args, kwargs)
+        silent = not tensors_of(out) and not self.observer.writes
+        return out if silent else self._add(func, args, kwargs, out)
 
-    def _observe(self) -> None:
-        self.observer.random = False
-        self.observer.writes = set()
+    def _from_constants(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a function again on real tensors when it depends on constants alone."""
+        self.observer.real = True
+        try:
+            real = self._constants.real(map_tree(self.reference, (args, kwargs)))
+            if real is None:
+                raise
+            return map_tree(stand_in, func(*real[0], **real[1]))
+        finally:
+            self.observer.real = False
 
     def _add(
         self, target: str | Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     ) -> Any:
-        writes = frozenset(self.observer.writes)
+        writes, random = frozenset(self.observer.writes), self.observer.random
         if not isinstance(target, str) and writes & self._attribute_storages:
-            raise CannotFollow(self.path, "it writes to its parameters or buffers in forward")
-        random = self.observer.random
+            raise CannotFollow(self.path, "its forward writes to its parameters or buffers")
+        if _autocast() != self._autocast:
+            raise CannotFollow(self.path, "its forward switches autocast")
         reads = map_tree(self.reference, args), map_tree(self.reference, kwargs)
-        arguments = tensors_of((args, kwargs))
-        mutated_tensors = [t for t in arguments if storage_id(t) in writes and id(t) in self._values]
-        before = {id(t): self._values[id(t)] for t in arguments if id(t) in self._values}
-        changed = {id(t) for t in mutated_tensors}
+        known = {id(t): t for t in tensors_of((args, kwargs)) if id(t) in self._values}
+        before = {i: self._values[i] for i in known}
+        changed = {i: t for i, t in known.items() if storage_id(t) in writes}
 
         def fresh(leaf: Any) -> Any:
-            known = id(leaf) in self._values or id(leaf) in self._attributes
-            if isinstance(leaf, Tensor) and known and id(leaf) not in changed:
-                with torch.no_grad() if not leaf.requires_grad else torch.enable_grad():
-                    return leaf.view_as(leaf)
-            return leaf
+            """Give a tensor that is returned as it came a name of its own."""
+            old = id(leaf) in self._values or id(leaf) in self._attributes
+            if not isinstance(leaf, Tensor) or not old or id(leaf) in changed:
+                return leaf
+            with nullcontext() if leaf.requires_grad else torch.no_grad():
+                return leaf.view_as(leaf)
 
         out = map_tree(fresh, out)
         returned = tensors_of(out)
         results = tuple(self._new_value(t) for t in returned)
-        here = {id(t) for t in returned}
-        mutated = tuple(
-            (before[id(t)], self._new_value(t))
-            for t in {id(t): t for t in mutated_tensors}.values()
-            if id(t) not in here
-        )
-        for tensor in mutated_tensors:
+        kept = changed.keys() - {id(t) for t in returned}
+        mutated = tuple((before[i], self._new_value(changed[i])) for i in changed if i in kept)
+        for tensor in changed.values():
             self._last_write[storage_id(tensor)] = (len(self.recording.nodes), tensor)
         path, call = self._frames[-1]
         self.recording.nodes.append(
@@ -364,129 +229,131 @@ class _Recorder(TorchFunctionMode):
     # -- modules --------------------------------------------------------------------------
 
     @contextmanager
-    def hooks(self, root: nn.Module) -> Iterator[None]:
+    def watching(self) -> Iterator[None]:
         """Watch every submodule's call from the outside of the user's own hooks."""
-        handles = []
-        for path, module in root.named_modules():
-            leaf = self._is_leaf(path, module)
-            enter = self._enter_leaf if leaf else self._enter
-            leave = self._leave_leaf if leaf else self._leave
-            handles.append(
-                module.register_forward_pre_hook(_Bound(enter, path).pre, prepend=True, with_kwargs=True)
-            )
-            handles.append(module.register_forward_hook(_Bound(leave, path).post, with_kwargs=True))
+        inside: list[str] = []
         try:
+            for path, module in self._module.named_modules():
+                if any(path.startswith(leaf) for leaf in inside):
+                    continue
+                leaf = self._is_leaf(path, module)
+                hooks = _Hooks(self, path)
+                before, after = (hooks.enter_leaf, hooks.leave_leaf) if leaf else (hooks.enter, hooks.leave)
+                module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+                module.register_forward_hook(after, with_kwargs=True)
+                if leaf:
+                    inside.append(f"{path}.")
+                    module.__dict__["forward"] = _Guarded(self, path, module.forward)
+                else:
+                    self._followed.append(path)
             yield
         finally:
-            for handle in handles:
-                handle.remove()
+            self._snapshot.restore()
 
-    def _enter(self, path: str, module: nn.Module) -> None:
-        if self._leaf is None:
-            self._calls += 1
-            self._frames.append((path, self._calls))
+    def enter(self, path: str) -> None:
+        """A module that is no leaf is called."""
+        self._calls += 1
+        self._frames.append((path, self._calls))
 
-    def _leave(
-        self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
-    ) -> Any:
-        if self._leaf is None:
-            self._frames.pop()
-        return None
+    def leave(self) -> None:
+        """It returns."""
+        self._frames.pop()
 
-    def _enter_leaf(self, path: str, module: nn.Module) -> None:
-        if self._leaf is None:
-            self._leaf = module
-            self._observe()
+    def enter_leaf(self, module: nn.Module) -> None:
+        """A leaf is called."""
+        self._leaf = module
+        self.observer.reset()
 
-    def _leave_leaf(
-        self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
-    ) -> Any:
-        if self._leaf is not module:
-            return None
+    def leave_leaf(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+        """It returns ``out``."""
         self._leaf = None
         return self._add(path, args, kwargs, out)
 
+    def run_for_real(
+        self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any], reason: BaseException
+    ) -> Any:
+        """Run a leaf that refuses ``meta`` tensors on made-up real ones."""
+        back: dict[int, Tensor] = {}
+
+        def real(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            made = torch.randn(leaf.shape).to(leaf.dtype) if leaf.is_floating_point() else None
+            made = torch.zeros(leaf.shape, dtype=leaf.dtype) if made is None else made
+            back[id(made.requires_grad_(leaf.requires_grad))] = leaf
+            self._alive.append(made)
+            return made
+
+        self.observer.reset()
+        self.observer.real = True
+        try:
+            with torch.random.fork_rng(devices=[]):
+                module = Materialiser(self._module, self._tape, torch.device("cpu")).copy_of(path)
+                module.__dict__.pop("forward", None)
+                out = module.forward(*map_tree(real, args), **map_tree(real, kwargs))
+        except _ERRORS as error:
+            raise InputError(
+                f"module {path!r} of {type(self._module).__name__} does not run on the data set's batch: "
+                f"{place_of(error)} (and not without memory: {place_of(reason)}); give it what it expects"
+            ) from error
+        finally:
+            self.observer.real = False
+        self.recording.run_for_real[path] = place_of(reason)
+        return map_tree(lambda leaf: back.get(id(leaf), stand_in(leaf)), out)
+
     def check_state(self) -> None:
-        """Refuse to look into modules that keep tensors in attributes from one call to the next."""
-        for path, before in self._state.items():
-            module = self._module.get_submodule(path)
-            for name, value in module.__dict__.items():
-                if before.get(name) != id(value) and tensors_of(value):
-                    raise CannotFollow(path, f"its forward keeps a tensor in self.{name}")
+        """Refuse to look into modules that keep a tensor from one call for the next."""
+        for path in self._followed:
+            name = self._snapshot.changed(path)
+            if name is not None:
+                raise CannotFollow(path, f"its forward keeps a tensor in self.{name}")
 
 
 @dataclass(frozen=True, slots=True)
-class _Bound:
-    """A hook that knows its module's path."""
+class _Hooks:
+    """The hooks of one submodule."""
 
-    function: Callable[..., Any]
+    recorder: _Recorder
     path: str
 
-    def pre(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.function(self.path, module)
+    def __deepcopy__(self, memo: Any) -> _Hooks:
+        return self
 
-    def post(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
-        return self.function(self.path, module, args, kwargs, out)
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.recorder.enter(self.path)
 
+    def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        self.recorder.leave()
 
-def _leaves(tree: Any) -> list[Any]:
-    found: list[Any] = []
-    map_tree(found.append, tree)
-    return found
+    def enter_leaf(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.recorder.enter_leaf(module)
 
-
-def _attributes_of(root: nn.Module) -> dict[int, tuple[Tensor, str]]:
-    """Return the path of every parameter, buffer and plain tensor attribute, by the tensor's id."""
-    found: dict[int, tuple[Tensor, str]] = {}
-    for path, module in root.named_modules():
-        sources = (module._parameters, module._buffers, module.__dict__)
-        for name, value in ((n, v) for source in sources for n, v in source.items()):
-            if isinstance(value, Tensor):
-                found.setdefault(id(value), (value, f"{path}.{name}" if path else name))
-    return found
+    def leave_leaf(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+        return self.recorder.leave_leaf(self.path, args, kwargs, out)
 
 
-def _plain_state(root: nn.Module, is_leaf: Callable[[str, nn.Module], bool]) -> dict[str, dict[str, int]]:
-    inside: list[str] = []
-    found = {}
-    for path, module in root.named_modules():
-        if any(path.startswith(f"{leaf}.") for leaf in inside):
-            continue
-        if is_leaf(path, module):
-            inside.append(path)
-        else:
-            found[path] = {name: id(value) for name, value in module.__dict__.items()}
-    return found
+@dataclass(frozen=True, slots=True)
+class _Guarded:
+    """The forward of a leaf, with the way out when it refuses ``meta`` tensors."""
+
+    recorder: _Recorder
+    path: str
+    forward: Callable[..., Any]
+
+    def __deepcopy__(self, memo: Any) -> _Guarded:
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self.forward(*args, **kwargs)
+        except _ERRORS as error:
+            return self.recorder.run_for_real(self.path, args, kwargs, error)
+
+
+def _autocast() -> tuple[bool, bool]:
+    return torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
 
 
 def _same_window(a: Tensor, b: Tensor) -> bool:
-    return (
-        a.shape == b.shape
-        and a.stride() == b.stride()
-        and a.storage_offset() == b.storage_offset()
-        and a.dtype == b.dtype
-    )
-
-
-def _stand_in(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor) and leaf.device.type != "meta":
-        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
-    return leaf
-
-
-def _on_meta(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    kwargs = dict(kwargs)
-    if any(argument.name == "device" for argument in func._schema.arguments):
-        kwargs["device"] = torch.device("meta")
-    kwargs.pop("pin_memory", None)
-    return kwargs
-
-
-def _where(error: BaseException) -> str:
-    """Return the error with the line of the user's code that raised it."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if "/torch/" not in f.filename]
-    frames = [
-        f for f in frames if not f.filename.endswith(("model/record.py", "model/trace.py", "model/tree.py"))
-    ]
-    place = f" ({frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line})" if frames else ""
-    return f"{str(error).splitlines()[0] if str(error) else type(error).__name__}{place}"
+    same = a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
+    return same and a.storage_offset() == b.storage_offset()

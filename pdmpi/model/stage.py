@@ -65,12 +65,12 @@ class StageModule(nn.Module):
         """
         steps: Any = self.__dict__["_steps"]
         if not recompute:
-            return steps.run(values, microbatch)  # type: ignore[no-any-return]
+            return steps.run(values, microbatch, self.training)  # type: ignore[no-any-return]
         tracking = [m for m in self.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
         for module in tracking:
             module.track_running_stats = False
         try:
-            return steps.run(values, microbatch)  # type: ignore[no-any-return]
+            return steps.run(values, microbatch, self.training)  # type: ignore[no-any-return]
         finally:
             for module in tracking:
                 module.track_running_stats = True

@@ -9,21 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from pdmpi.errors import InputError
 from pdmpi.graph import Ref
 from pdmpi.model.keys import seed_of
-from pdmpi.model.record import Attribute, Constant, Node, Value
+from pdmpi.model.recording import Attribute, BatchSize, Constant, Node, Value
 from pdmpi.model.tree import map_tree, tensors_of, tree_leaves
 
 if TYPE_CHECKING:
     from pdmpi.model.trace import TracedModel
 
 __all__ = ["Steps"]
+
+_ROWS = "rows of the batch"
+"""Key of the register that holds them."""
 
 
 class _Register:
@@ -63,7 +67,21 @@ class _Nested:
         return map_tree(lambda leaf: leaf.get(registers) if isinstance(leaf, _RESOLVERS) else leaf, self.tree)
 
 
-_RESOLVERS = (_Register, _Held, _Nested)
+class _Rows:
+    """An integer that follows the number of rows, which a register holds."""
+
+    __slots__ = ("index", "offset", "scale")
+
+    def __init__(self, index: int, scale: int, offset: int) -> None:
+        self.index = index
+        self.scale = scale
+        self.offset = offset
+
+    def get(self, registers: list[Any]) -> Any:
+        return self.scale * registers[self.index] + self.offset
+
+
+_RESOLVERS = (_Register, _Held, _Nested, _Rows)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -129,6 +147,8 @@ class Steps:
     loads: tuple[tuple[int, Ref, bool], ...]
     stores: tuple[tuple[Ref, int], ...]
     steps: tuple[_Step, ...]
+    evaluation: tuple[_Step, ...]
+    rows: tuple[int, Ref, int] | None
     seed: int
 
     @classmethod
@@ -148,12 +168,15 @@ class Steps:
         inputs, outputs = traced.boundary(order, is_last=is_last)
         return _Compiler(traced, order, device, modules, tensors, constant).compile(inputs, outputs, seed)
 
-    def run(self, values: Mapping[Ref, Tensor], microbatch: int) -> dict[Ref, Tensor]:
+    def run(self, values: Mapping[Ref, Tensor], microbatch: int, training: bool) -> dict[Ref, Tensor]:
         """Run every step; see `StageModule.forward`."""
         registers: list[Any] = [None] * self.num_registers
         for index, ref, clone in self.loads:
             registers[index] = values[ref].clone() if clone else values[ref]
-        for step in self.steps:
+        if self.rows is not None:
+            index, ref, dim = self.rows
+            registers[index] = values[ref].shape[dim]
+        for step in self.steps if training else self.evaluation:
             if step.key is not None:
                 torch.manual_seed(seed_of(self.seed, step.key, microbatch))
             if step.single is not None:
@@ -185,7 +208,7 @@ class _Compiler:
         self._modules = modules
         self._tensors = tensors
         self._constant = constant
-        self._registers: dict[Value | Ref, int] = {}
+        self._registers: dict[Value | Ref | str, int] = {}
         calls = [(name, i) for name in order for i in traced.members[name]]
         self._written = frozenset[int]().union(*(self._nodes[i].writes for _, i in calls))
         self._calls = self._without_repeats(calls)
@@ -215,11 +238,11 @@ class _Compiler:
         )
         last_read: dict[int, int] = {}
         for c, (_, i) in enumerate(self._calls):
-            for value in self._nodes[i].reads:
+            for value in (*self._nodes[i].reads, *self._nodes[i].evaluation_reads):
                 last_read[self._register(value)] = c
         stored = {register for _, register in stores}
         wanted = last_read.keys() | stored | {self._register(value_of[ref]) for ref in copies}
-        steps, seeded = [], None
+        steps, evaluation, seeded = list[_Step](), list[_Step](), None
         for c, (name, i) in enumerate(self._calls):
             node = self._nodes[i]
             clones = tuple(
@@ -230,18 +253,44 @@ class _Compiler:
             }
             key = name if node.random and seeded != name else None
             seeded = name if key else seeded
-            steps.append(self._step(node, key, wanted, clones, tuple(sorted(over - stored))))
+            free = tuple(sorted(over - stored))
+            steps.append(self._step(node, key, wanted, clones, free))
+            if node.evaluation is None:
+                evaluation.append(steps[-1])
+            else:
+                args, kwargs = node.evaluation
+                node = replace(node, args=args, kwargs=kwargs)
+                evaluation.append(self._step(node, key, wanted, clones, free))
         return Steps(
             inputs=inputs,
             outputs=outputs,
-            num_registers=len(self._registers),
             loads=loads,
             stores=stores,
             steps=tuple(steps),
+            evaluation=tuple(evaluation),
+            rows=self._rows(inputs),
+            num_registers=len(self._registers),
             seed=seed,
         )
 
-    def _register(self, value: Value | Ref) -> int:
+    def _rows(self, inputs: tuple[Ref, ...]) -> tuple[int, Ref, int] | None:
+        """Return the register for the number of rows, and the input and dimension that tell it."""
+        if _ROWS not in self._registers:
+            return None
+        dims = self._traced.recording.batch_dims
+        known = (
+            (ref, dims[value])
+            for ref, value in ((r, self._traced.value_of[r]) for r in inputs)
+            if value in dims
+        )
+        ref, dim = next(known, (None, 0))
+        if ref is None:
+            raise InputError(
+                "a stage depends on the number of rows of the batch, and none of its inputs has it"
+            )
+        return self._registers[_ROWS], ref, dim
+
+    def _register(self, value: Value | Ref | str) -> int:
         return self._registers.setdefault(value, len(self._registers))
 
     def _storage(self, value: Value) -> int:
@@ -291,6 +340,8 @@ class _Compiler:
     def _bind(self, leaf: Any) -> Any:
         if isinstance(leaf, Value):
             return _Register(self._register(leaf))
+        if isinstance(leaf, BatchSize):
+            return _Rows(self._register(_ROWS), leaf.scale, leaf.offset)
         if isinstance(leaf, Attribute):
             return _Held(*self._tensors[leaf.path])
         if isinstance(leaf, Constant):

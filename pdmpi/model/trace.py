@@ -16,9 +16,11 @@ from pdmpi.errors import InputError
 from pdmpi.graph import LayerGraph, Ref
 from pdmpi.graph.graph import INPUT
 from pdmpi.model.build import load_factory
+from pdmpi.model.compare import Differs, with_batch_size, with_evaluation
 from pdmpi.model.deferred import Tape, cast
-from pdmpi.model.layers import LayerState, layers_of
-from pdmpi.model.record import CannotFollow, Recording, Value, record
+from pdmpi.model.layers import Layers, LayerState, layers_of
+from pdmpi.model.record import record
+from pdmpi.model.recording import CannotFollow, Recording, Value
 from pdmpi.model.tree import map_tree, tensors_of
 
 __all__ = ["TracedModel", "trace_model"]
@@ -52,6 +54,8 @@ class TracedModel:
         The recorded value behind each value of the graph.
     opaque
         Submodules that are one layer since they cannot be looked into, with the reason.
+    notes
+        What else the user may want to know.
     """
 
     module: nn.Module
@@ -64,6 +68,7 @@ class TracedModel:
     state: Mapping[str, LayerState]
     value_of: Mapping[Ref, Value]
     opaque: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     def boundary(self, layers: Iterable[str], *, is_last: bool) -> tuple[tuple[Ref, ...], tuple[Ref, ...]]:
         """Return the values that a stage of these layers takes, and those that it returns."""
@@ -107,14 +112,16 @@ class TracedModel:
             )
         return dict(zip(refs, tensors, strict=True))
 
-    def unflatten(self, values: Mapping[Ref, Tensor]) -> Any:
-        """Return the structure that the model returns, from the values of the last stage."""
+    def unflatten(self, values: Mapping[Ref, Tensor], training: bool = True) -> Any:
+        """Return the structure that the model returns (in evaluation: then), from the last stage's values."""
+        evaluation = self.recording.evaluation_output
+        output = self.recording.output if training or evaluation is None else evaluation
         ref_of = {value: ref for ref, value in self.value_of.items()}
 
         def fill(leaf: Any) -> Any:
             return values[ref_of[leaf]] if isinstance(leaf, Value) else leaf
 
-        return map_tree(fill, self.recording.output)
+        return map_tree(fill, output)
 
 
 def trace_model(
@@ -160,20 +167,82 @@ def trace_model(
 
     arguments = map_tree(as_trained, arguments_of(module, example))
     opaque: dict[str, str] = {}
-    is_leaf = _leaf_rule(module, config.leaves, opaque)
+    recorder = _Records(module, tape, arguments, _leaf_rule(module, config.leaves, opaque))
     while True:
         try:
-            recording = record(module, arguments, is_leaf, tape)
+            recording, layers = recorder.run()
             break
         except CannotFollow as failure:
             if not failure.path or failure.path in opaque:
                 raise InputError(_remedy(failure, config)) from failure
             opaque[failure.path] = failure.reason
-    layers = layers_of(recording, module)
     return TracedModel(
         module=module, tape=tape, seed=seed, dtype=dtype, recording=recording, graph=layers.graph,
-        members=layers.members, state=layers.state, value_of=layers.value_of, opaque=opaque,
+        members=layers.members, state=layers.state, value_of=layers.value_of,
+        opaque={**opaque, **recording.run_for_real}, notes=tuple(recorder.notes),
     )  # fmt: skip
+
+
+@dataclass
+class _Records:
+    """Records a model for two batch sizes, in training and in evaluation, as one recording."""
+
+    module: nn.Module
+    tape: Tape
+    arguments: dict[str, Any]
+    is_leaf: Callable[[str, nn.Module], bool]
+    notes: list[str] = field(default_factory=list)
+
+    def run(self) -> tuple[Recording, Layers]:
+        """Record everything; raise `CannotFollow` when some module has to become a leaf."""
+        self.notes.clear()
+        training = self._in_mode(True)
+        layers = layers_of(training, self.module)
+        try:
+            return self._with_evaluation(training, layers), layers
+        except CannotFollow as failure:
+            if failure.path:
+                raise
+            self.notes.append(f"evaluation runs as training does: {failure.reason}")
+            return training, layers
+
+    def _in_mode(self, training: bool) -> Recording:
+        self.module.train(training)
+        try:
+            return self._for_any_rows()
+        finally:
+            self.module.train()
+
+    def _for_any_rows(self) -> Recording:
+        first = record(self.module, self.arguments, self.is_leaf, self.tape)
+        rows = next((t.shape[0] for t in tensors_of(list(self.arguments.values())) if t.dim()), 0)
+
+        def grown(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or not leaf.dim() or leaf.shape[0] != rows:
+                return leaf
+            return torch.empty(rows + 1, *leaf.shape[1:], dtype=leaf.dtype, device="meta")
+
+        if not rows:
+            return first
+        try:
+            second = record(self.module, map_tree(grown, self.arguments), self.is_leaf, self.tape)
+            return with_batch_size(first, second, (rows, rows + 1))
+        except (CannotFollow, Differs) as failure:
+            self.notes.append(f"only batches of {rows} rows run: {failure}")
+            return first
+
+    def _with_evaluation(self, training: Recording, layers: Layers) -> Recording:
+        layer_of = {i: name for name, members in layers.members.items() for i in members}
+        reads = {layer.name: {layers.value_of[ref] for ref in layer.inputs} for layer in layers.graph.layers}
+        for name, members in layers.members.items():
+            reads[name].update(v for i in members for v in training.nodes[i].makes)
+        returned = {layers.value_of[ref] for ref in layers.graph.outputs}
+        return with_evaluation(
+            training,
+            self._in_mode(False),
+            lambda place, value: place not in layer_of or value in reads[layer_of[place]],
+            returned,
+        )
 
 
 def arguments_of(module: nn.Module, example: Any) -> dict[str, Any]:
