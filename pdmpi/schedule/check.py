@@ -27,7 +27,7 @@ _PART_CHECKS = (
 
 
 class UnsafeProgram(PdmpiError):
-    """A program that must not run.
+    """A program that must not run; its message is one line, its `report` shows everything.
 
     Attributes
     ----------
@@ -37,9 +37,16 @@ class UnsafeProgram(PdmpiError):
 
     def __init__(self, program: Program, found: Sequence[Violation]) -> None:
         self.violations = tuple(found)
-        lines = [f"schedule {program.schedule!r} is unsafe ({len(found)} violations)"]
-        lines += [f"  {violation}" for violation in found]
-        super().__init__("\n".join([*lines, marked_grid(program, found)]))
+        self._program = program
+        more = f" (and {len(found) - 1} more, which the report lists)" if len(found) > 1 else ""
+        super().__init__(f"schedule {program.schedule!r} is unsafe: {found[0]}{more}")
+
+    @property
+    def report(self) -> str:
+        """Every violation, a line each, and the grid with their places marked."""
+        return "\n".join(
+            [*map(str, self.violations), "", marked_grid(self._program, self.violations)]
+        ).rstrip()
 
 
 @dataclass(frozen=True)
