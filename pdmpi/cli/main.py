@@ -108,7 +108,7 @@ def _run() -> tuple[int, str]:
     except PdmpiError as error:
         return error.exit_code, _line(error)
     except SystemExit as error:
-        if isinstance(sys.stdout, click.utils.PacifyFlushWrapper):  # the reader of a pipe went away
+        if isinstance(error.__context__, BrokenPipeError):  # the reader of a pipe went away
             return 1, ""
         if isinstance(error.code, str):
             return 1, error.code

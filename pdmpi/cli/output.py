@@ -18,6 +18,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from pdmpi.cli.terminal import is_terminal
+
 __all__ = ["Progress", "emit", "human_bytes", "human_seconds", "json_option", "table"]
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -97,13 +99,12 @@ class Progress:
         self._shown = shown
         self._next_s = 0.0
         self._bar: progress.Progress | None = None
-        console = Console(stderr=True)
-        if shown and console.is_terminal:
+        if shown and is_terminal(2):
             self._bar = progress.Progress(
                 progress.TextColumn("{task.description}"), progress.BarColumn(),
                 progress.MofNCompleteColumn(), progress.TimeRemainingColumn(),
                 progress.TextColumn("{task.fields[note]}"),
-                console=console, transient=True,
+                console=Console(stderr=True, force_terminal=True), transient=True,
             )  # fmt: skip
             self._task = self._bar.add_task(label, total=total, note="")
 
@@ -128,8 +129,9 @@ class Progress:
 
 
 def _console() -> Console:
-    console = Console()
-    return console if console.is_terminal else Console(width=_LOG_WIDTH)
+    if is_terminal(1):
+        return Console(force_terminal=True)
+    return Console(force_terminal=False, width=_LOG_WIDTH)
 
 
 def _is_number(cell: object) -> bool:
