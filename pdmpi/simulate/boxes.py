@@ -39,8 +39,9 @@ class Box:
 def boxes(timeline: Timeline, rank: int, begin_s: float, end_s: float) -> Iterator[Box]:
     """Return what a rank computes, or waits for a reduction, that overlaps a span of time."""
     rows, starts, ends = timeline.program.rows[rank], timeline.start_s[rank], timeline.end_s[rank]
-    shown = np.isin(rows[:, 0], [*COMPUTE, Op.WAIT_REDUCE]) & (starts < end_s) & (ends >= begin_s)
-    shown &= (ends > starts) | (rows[:, 0] == Op.UPDATE)
+    updates = rows[:, 0] == Op.UPDATE
+    takes_time = np.isin(rows[:, 0], [*COMPUTE, Op.WAIT_REDUCE]) & (ends > starts) & (starts < end_s)
+    shown = (takes_time | (updates & (starts <= end_s))) & (ends >= begin_s)
     for i in np.flatnonzero(shown).tolist():
         instruction = Instruction.from_row(rows[i])
         version = -1 if instruction.op == Op.WAIT_REDUCE else instruction["version"]

@@ -15,7 +15,8 @@ from pdmpi.simulate.network import Network
 
 __all__ = ["BUCKET_BYTES", "Costs", "StageCost", "costs_of"]
 
-BUCKET_BYTES = 4 << 20
+_MIB = 1 << 20
+BUCKET_BYTES = 4 * _MIB
 """Gradients of a replicated stage are summed in buckets of this size, as the runtime does."""
 
 
@@ -97,13 +98,14 @@ class Costs:
     ) -> Costs:
         """Return equal costs for all stages of a topology, every rank on a device of its own.
 
-        ``message_s`` is the duration of any message, activation or gradient.
+        Every message, activation or gradient, is of 1 MiB and takes ``message_s``.
         """
-        wire = Level(name="wire", count=topology.num_ranks, bandwidth_bytes_per_s=1.0 / (message_s or 1.0))
+        rate = _MIB / message_s if message_s else math.inf
+        wire = Level(name="wire", count=topology.num_ranks, bandwidth_bytes_per_s=rate)
         stage = StageCost(
             forward_s=forward_s, backward_s=backward_s, backward_input_s=backward_s / 2, update_s=update_s
         )
-        size = 1 if message_s else 0
+        size = _MIB if message_s else 0
         sizes = {Channel(Kind.ACTIVATION, a, b): size for a, b in topology.edges}
         sizes |= {Channel(Kind.GRADIENT, b, a): size for a, b in topology.edges}
         return cls(

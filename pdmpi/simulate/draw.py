@@ -13,6 +13,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
+from matplotlib.patheffects import withStroke
 
 from pdmpi.schedule.program import Kind, Op, Program
 from pdmpi.simulate.boxes import Box, boxes
@@ -29,6 +30,11 @@ _LANE_INCHES = (0.12, 0.62)
 _ALL_LANES_INCHES = 18.0
 _TEXT_LANE_INCHES = 0.28
 """Height of a lane from which on boxes carry text."""
+
+_MARGIN_INCHES = 0.08
+"""Room on the right for an update at the very end."""
+_SQUEEZE = 1.2
+"""A program that would need this much more than a page is still shown whole."""
 
 _Span = tuple[float, float]
 
@@ -62,12 +68,14 @@ def draw(timeline: Timeline, path: Path, *, measured: Timeline | None = None, ti
     panels = figure.subplots(1, len(spans), sharey=True, squeeze=False, width_ratios=widths)[0]
     factor, unit = _unit(shown_s)
     style = _Style(program, factor, inches / (shown_s * factor), lane_inches)
-    used: set[Op | Kind] = set()
-    for axes, span in zip(panels, spans, strict=True):
-        used |= _Painter(axes, span, style).paint(lanes)
-    _label_axes(panels, lanes, spans, factor, unit)
+    painters = [_Painter(axes, span, style) for axes, span in zip(panels, spans, strict=True)]
+    for painter in painters:
+        painter.paint(lanes)
+    _label_axes(panels, lanes, spans, factor, unit, margin_s=_MARGIN_INCHES / inches * shown_s)
     figure.suptitle(title or _title(program), fontsize=12, x=0.01, ha="left")
-    handles = legend(used, style.lighter, style.versions)
+    used = frozenset().union(*(painter.used for painter in painters))
+    lighter = style.lighter if any(painter.lightened for painter in painters) else ""
+    handles = legend(used, lighter, style.versions)
     figure.legend(handles=handles, loc="outside lower left", ncols=4, frameon=False, fontsize=9)
     figure.savefig(path, dpi=110)
 
@@ -113,11 +121,13 @@ def _spans(timeline: Timeline) -> list[_Span]:
     """Return the parts of the time that are shown."""
     whole = timeline.duration_s or 1.0
     fits = _smallest(timeline, [(0.0, whole / 8)]) * _MAX_INCHES / _BOX_INCHES
-    if whole <= fits:
+    if whole <= fits * _SQUEEZE:
         return [(0.0, whole)]
-    full = float(completions(timeline).min())
-    filling = float(np.clip(full * 1.25, fits * 0.4, fits * 0.6))
-    steady = 0.6 * whole
+    ended = completions(timeline)
+    filling = float(np.clip(ended.min() * 1.25, fits * 0.4, fits * 0.6))
+    window = max(timeline.program.microbatches_per_update)
+    middle = len(ended) // 2 // window * window if window else 0
+    steady = max(float(ended[:middle].max(initial=0.0)), filling)
     return [(0.0, filling), (steady, min(steady + fits - filling, whole))]
 
 
@@ -137,10 +147,11 @@ def _title(program: Program) -> str:
 
 
 def _label_axes(
-    panels: Sequence[Axes], lanes: Sequence[_Lane], spans: Sequence[_Span], factor: float, unit: str
-) -> None:
+    panels: Sequence[Axes], lanes: Sequence[_Lane], spans: Sequence[_Span], factor: float, unit: str,
+    margin_s: float,
+) -> None:  # fmt: skip
     for axes, (begin, end) in zip(panels, spans, strict=True):
-        axes.set_xlim(begin * factor, end * factor)
+        axes.set_xlim(begin * factor, (end + margin_s) * factor)
         axes.set_ylim(len(lanes) - 0.4, -0.6)
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.tick_params(axis="y", length=0, labelsize=9)
@@ -195,26 +206,32 @@ class _Style:
 
 
 class _Painter:
-    """Paints lanes into one panel."""
+    """Paints lanes into one panel.
+
+    Attributes
+    ----------
+    used, lightened
+        What was painted, and whether some of it in the lighter colours.
+    """
 
     def __init__(self, axes: Axes, span: _Span, style: _Style) -> None:
         self._axes = axes
         self._begin, self._end = span
         self._style = style
-        self._used: set[Op | Kind] = set()
+        self.used: set[Op | Kind] = set()
+        self.lightened = False
 
-    def paint(self, lanes: Sequence[_Lane]) -> set[Op | Kind]:
-        """Paint a span of time and return what there was in it."""
+    def paint(self, lanes: Sequence[_Lane]) -> None:
+        """Paint all lanes, and messages between them where they are of one timeline."""
         paired = len({id(lane.timeline) for lane in lanes}) > 1
         for y, lane in enumerate(lanes):
             height = 0.94 if paired else 0.74
             self._rectangle(y, height, self._begin, self._end, facecolor=IDLE, linewidth=0, zorder=1)
             for box in boxes(lane.timeline, lane.rank, self._begin, self._end):
-                self._used.add(box.op)
+                self.used.add(box.op)
                 self._paint_box(box, y, height)
         if not paired:
             self._paint_transfers(lanes[0].timeline)
-        return self._used
 
     def _rectangle(self, y: int, height: float, start_s: float, end_s: float, **style: Any) -> None:
         corner = (start_s * self._style.factor, y - height / 2)
@@ -228,6 +245,7 @@ class _Painter:
             self._rectangle(y, height, box.start_s, end, facecolor=colour(box.op), linewidth=0, zorder=4)
             return
         light = self._style.light(box)
+        self.lightened |= light
         self._rectangle(
             y, height, box.start_s, box.end_s, facecolor=colour(box.op, light), hatch=HATCHES.get(box.op),
             edgecolor=EDGE, linewidth=0.6, zorder=2,
@@ -246,6 +264,10 @@ class _Painter:
         x = (start + end) / 2 * self._style.factor
         both = bool(small) and tall >= 0.36 and width >= 0.062 * len(small) + 0.03
         place: dict[str, Any] = {"ha": "center", "va": "center", "clip_on": True, "zorder": 5}
+        if box.op in HATCHES:
+            place["path_effects"] = [
+                withStroke(linewidth=3, foreground=colour(box.op, self._style.light(box)))
+            ]
         self._axes.text(x, y - (0.14 * height if both else 0), large, fontsize=9, **place)
         if both:
             self._axes.text(x, y + 0.26 * height, small, fontsize=6.5, color="#333333", **place)
@@ -264,7 +286,9 @@ class _Painter:
             source, target = moves.source[chosen], moves.target[chosen]
             edge = 0.37 * np.sign(target - source)
             lines = np.stack([times, np.stack([source + edge, target - edge], axis=1)], axis=2)
-            self._used.add(kind)
-            self._axes.add_collection(
-                LineCollection(list(lines), colors=ARROWS[kind], linewidths=1.2, zorder=3)
-            )
+            self.used.add(kind)
+            far = np.abs(target - source) > 1
+            for some, order in ((lines[~far], 3.0), (lines[far], 1.5)):  # behind the boxes on their way
+                self._axes.add_collection(
+                    LineCollection(list(some), colors=ARROWS[kind], linewidths=1.2, zorder=order)
+                )

@@ -15,7 +15,7 @@ from pdmpi.simulate.engine import simulate
 from pdmpi.simulate.report import Report, summarise
 from pdmpi.simulate.timeline import Timeline
 
-__all__ = ["Forecast", "adapted", "forecast", "steady_minibatches"]
+__all__ = ["Forecast", "adapted", "forecast", "memory_limits", "steady_minibatches"]
 
 _FLUSHED_MINIBATCHES = 6
 _STEADY_DEPTHS = 8
@@ -101,3 +101,10 @@ def adapted(
             microbatches = fitting * topology.round
     extra = choice.extra_in_flight if extra_in_flight is None else extra_in_flight
     return replace(choice, name=name, microbatches=microbatches, extra_in_flight=extra)
+
+
+def memory_limits(plan: Plan) -> tuple[int, ...]:
+    """Return the bytes of memory of each rank's device; 0 where it is not known."""
+    cluster = plan.cluster
+    devices = {p.rank: p.node * cluster.devices_per_node + p.device for p in plan.placement}
+    return tuple(cluster.device(devices[rank]).memory_bytes for rank in range(plan.num_ranks))
