@@ -108,7 +108,7 @@ def _run() -> tuple[int, str]:
     except PdmpiError as error:
         return error.exit_code, _line(error)
     except SystemExit as error:
-        if isinstance(error.__context__, BrokenPipeError):  # the reader of a pipe went away
+        if "PacifyFlush" in type(sys.stdout).__name__:  # click's, once the reader of a pipe went away
             return 1, ""
         if isinstance(error.code, str):
             return 1, error.code
