@@ -50,6 +50,9 @@ class Transport(Protocol):
         Every rank calls it with the same lists.  Only prepared groups can be summed over.
         """
 
+    def allocate(self, nbytes: int) -> Bytes:
+        """Return a buffer of zeros that transfers are fast from (``torch.from_dlpack`` takes it)."""
+
     def post_send(self, buffer: Bytes, peer: int, tag: int, stream: int) -> Request:
         """Start to send; ``stream`` is the channel's `Kind`.  The buffer stays untouched until waited for."""
 

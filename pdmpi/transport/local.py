@@ -269,6 +269,10 @@ class LocalTransport:
         self._groups.update(tuple(group) for group in groups)
         self.barrier()
 
+    def allocate(self, nbytes: int) -> Bytes:
+        """Return a buffer of zeros."""
+        return np.zeros(nbytes, np.uint8)
+
     def post_send(self, buffer: Bytes, peer: int, tag: int, stream: int) -> _Pending:
         """Start to send."""
         return self._world.post((self._rank, peer, tag, stream), buffer, sending=True)

@@ -8,8 +8,11 @@ The thread that calls makes its MPI calls itself: a persistent request starts in
 
 from __future__ import annotations
 
+import functools
 import os
+import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,12 +21,12 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from pdmpi.errors import InputError, PdmpiError, RankFailure
-from pdmpi.transport.base import Bytes
+from pdmpi.transport.base import Bound, Bytes, Request
 from pdmpi.transport.dtypes import SUM_DTYPES, needs_widening, round_into, summed_view, widened
 from pdmpi.transport.launcher import check_world_size
 from pdmpi.transport.progress import Progress
 
-__all__ = ["MAX_MESSAGE_BYTES", "MpiTransport", "concurrent", "library"]
+__all__ = ["MAX_MESSAGE_BYTES", "MpiTransport", "Operation", "Sum", "Transfer", "concurrent", "library"]
 
 MAX_MESSAGE_BYTES = 1 << 30
 """Longer messages are sent in parts of this length: counts of 2^31 and more fail."""
@@ -44,40 +47,25 @@ def concurrent() -> bool:
     return bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)
 
 
-class _Transfer:
-    """A message in one part or several, once or (persistent) again and again."""
+class Operation:
+    """Something that MPI does, once or again and again; started at once or when its buffer is ready."""
 
-    __slots__ = ("__weakref__", "_active", "_lengths", "_next", "_owner", "_peer", "_requests", "_what")
-
-    def __init__(
-        self, owner: MpiTransport, comm: MPI.Intracomm, buffer: Bytes, peer: int, tag: int,
-        *, sending: bool, persistent: bool,
-    ) -> None:  # fmt: skip
+    def __init__(self, owner: MpiTransport) -> None:
         self._owner = owner
-        self._peer = peer
-        self._what = f"{'send' if sending else 'receive'} {buffer.nbytes} bytes (tag {tag})"
-        parts = _parts(buffer, owner.max_message_bytes)
-        self._lengths = None if sending else [part.nbytes for part in parts]
-        self._next = 0
-        self._active = not persistent
-        self._requests: list[Any]
-        if persistent:
-            start: Any = comm.Send_init if sending else comm.Recv_init
-            self._requests = [start([part, MPI.BYTE], peer, tag) for part in parts]
-            weakref.finalize(self, _free, self._requests).atexit = False
-        else:
-            start = comm.Isend if sending else comm.Irecv
-            self._requests = [start([part, MPI.BYTE], peer, tag) for part in parts]
-            owner.progress.started()
+        self._active = False
+        self._started = False
+        self._error: RankFailure | None = None
 
-    def post(self) -> _Transfer:
+    def post(self) -> Operation:
         """Start it (again)."""
-        assert not self._active, f"posted again before it was waited for: {self._what}"
-        self._active = True
-        self._next = 0
-        for request in self._requests:
-            request.Start()
-        self._owner.progress.started()
+        self._activate()
+        self.start()
+        return self
+
+    def post_when(self, ready: Callable[[], bool]) -> Operation:
+        """Start it (again) once ``ready()`` says so; such operations start in the order of their posting."""
+        self._activate()
+        self._owner.defer(self, ready)
         return self
 
     def wait(self) -> None:
@@ -85,39 +73,108 @@ class _Transfer:
         if self._active:
             self._owner.progress.wait(self._test, self._stalled)
             self._active = False
+            self._finish()
+
+    def start(self) -> None:
+        """Make the MPI calls that start it; called by either thread."""
+        try:
+            self._start()
+        except MPI.Exception as error:
+            self._error = self._failed(_reason(error))
+        self._started = True
+
+    def _activate(self) -> None:
+        assert not self._active, f"posted again before it was waited for: {self._what()}"
+        self._active = True
+        self._started = False
+        self._owner.progress.started()
 
     def _test(self) -> bool:
-        status = self._owner.status
+        if not self._started:
+            self._owner.start_ready()
+            if not self._started:
+                return False
+        if self._error is not None:
+            raise self._error
         try:
-            while self._next < len(self._requests):
-                if not self._requests[self._next].Test(status):
-                    return False
-                if self._lengths is not None:
-                    count = status.Get_count(MPI.BYTE)
-                    if count != self._lengths[self._next]:
-                        raise self._failed(f"the message has {count} bytes in part {self._next}")
-                self._next += 1
+            return self._done()
         except MPI.Exception as error:
             raise self._failed(_reason(error)) from error
-        return True
 
     def _stalled(self) -> PdmpiError:
         return self._failed(f"nothing for {self._owner.progress.stall_timeout_s:g} s")
 
     def _failed(self, cause: str) -> RankFailure:
-        owner = self._owner
-        return RankFailure(
-            f"{owner.describe(owner.rank)} could not {self._what}, peer {owner.describe(self._peer)}: {cause}"
-        )
+        return RankFailure(f"{self._owner.describe(self._owner.rank)} could not {self._what()}: {cause}")
+
+    def _start(self) -> None:
+        raise NotImplementedError
+
+    def _done(self) -> bool:
+        raise NotImplementedError
+
+    def _finish(self) -> None:
+        """Use the result, after it is done."""
+
+    def _what(self) -> str:
+        raise NotImplementedError
 
 
-class _Sum:
-    """A sum over a group in place, again and again."""
+class Transfer(Operation):
+    """A message in one part or several."""
+
+    def __init__(
+        self, owner: MpiTransport, comm: MPI.Intracomm, buffer: Bytes, peer: int, tag: int,
+        *, sending: bool, persistent: bool,
+    ) -> None:  # fmt: skip
+        super().__init__(owner)
+        self._peer, self._tag, self._sending = peer, tag, sending
+        self._nbytes = buffer.nbytes
+        self._next = 0
+        parts = _parts(buffer, owner.max_message_bytes)
+        self._lengths = [part.nbytes for part in parts]
+        self._calls: list[Callable[[], MPI.Request]] = []
+        self._requests: list[MPI.Request] = []
+        if persistent:
+            bind: Any = comm.Send_init if sending else comm.Recv_init
+            persistents = [bind([part, MPI.BYTE], peer, tag) for part in parts]
+            self._requests = persistents
+            self._calls = [request.Start for request in persistents]
+            weakref.finalize(self, _free, persistents).atexit = False
+        else:
+            call: Any = comm.Isend if sending else comm.Irecv
+            self._calls = [functools.partial(call, [part, MPI.BYTE], peer, tag) for part in parts]
+
+    def _start(self) -> None:
+        self._next = 0
+        started = [call() for call in self._calls]
+        if started[0] is not None:
+            self._requests = started
+
+    def _done(self) -> bool:
+        status = self._owner.status
+        while self._next < len(self._requests):
+            if not self._requests[self._next].Test(status):
+                return False
+            if not self._sending:
+                count = status.Get_count(MPI.BYTE)
+                if count != self._lengths[self._next]:
+                    raise self._failed(f"the message has {count} bytes in part {self._next}")
+            self._next += 1
+        return True
+
+    def _what(self) -> str:
+        verb = "send" if self._sending else "receive"
+        return f"{verb} {self._nbytes} bytes (tag {self._tag}), peer {self._owner.describe(self._peer)}"
+
+
+class Sum(Operation):
+    """A sum over a group, in place."""
 
     def __init__(
         self, owner: MpiTransport, comm: MPI.Comm | None, buffer: Bytes, dtype: str, ranks: Sequence[int]
     ) -> None:
-        self._owner = owner
+        super().__init__(owner)
         self._comm = comm
         self._buffer = buffer
         self._dtype = dtype
@@ -129,39 +186,23 @@ class _Sum:
         self._specs = [[part, mpi_type] for part in _parts(values, owner.max_message_bytes)]
         self._requests: list[MPI.Request] = []
 
-    def post(self) -> _Sum:
-        """Start it (again)."""
-        assert not self._requests, "a sum was posted again before it was waited for"
-        if self._comm is not None:
-            if self._wide is not None:
-                widened(self._buffer, self._dtype, out=self._wide)
-            self._requests = [self._comm.Iallreduce(MPI.IN_PLACE, spec) for spec in self._specs]
-            self._owner.progress.started()
-        return self
+    def _start(self) -> None:
+        if self._comm is None:
+            return
+        if self._wide is not None:
+            widened(self._buffer, self._dtype, out=self._wide)
+        self._requests = [self._comm.Iallreduce(MPI.IN_PLACE, spec) for spec in self._specs]
 
-    def wait(self) -> None:
-        """Block until the sum is in the buffer."""
-        if self._requests:
-            self._owner.progress.wait(self._test, self._stalled)
-            self._requests = []
-            if self._wide is not None:
-                round_into(self._wide, self._dtype, self._buffer)
+    def _done(self) -> bool:
+        return all(request.Test() for request in self._requests)
 
-    def _test(self) -> bool:
-        try:
-            return all(request.Test() for request in self._requests)
-        except MPI.Exception as error:
-            raise self._failed(_reason(error)) from error
+    def _finish(self) -> None:
+        if self._wide is not None and self._comm is not None:
+            round_into(self._wide, self._dtype, self._buffer)
 
-    def _stalled(self) -> PdmpiError:
-        return self._failed(f"nothing for {self._owner.progress.stall_timeout_s:g} s")
-
-    def _failed(self, cause: str) -> RankFailure:
-        owner = self._owner
-        group = ", ".join(owner.describe(rank) for rank in self._ranks)
-        return RankFailure(
-            f"{owner.describe(owner.rank)} could not sum {self._buffer.nbytes} bytes with {group}: {cause}"
-        )
+    def _what(self) -> str:
+        group = ", ".join(self._owner.describe(rank) for rank in self._ranks)
+        return f"sum {self._buffer.nbytes} bytes with {group}"
 
 
 class MpiTransport:
@@ -194,6 +235,8 @@ class MpiTransport:
         self._control = world.Dup()
         self._idle = world.Dup()
         self._groups: dict[tuple[int, ...], MPI.Comm | None] = {}
+        self._deferred: deque[tuple[Operation, Callable[[], bool]]] = deque()
+        self._lock = threading.Lock()
         self.progress = Progress(self._poke if concurrent() else None, stall_timeout_s)
 
     @property
@@ -232,32 +275,36 @@ class MpiTransport:
                 for dtype in dtypes:
                     self._check_sum(key, dtype)
 
-    def post_send(self, buffer: Bytes, peer: int, tag: int, stream: int) -> _Transfer:
+    def allocate(self, nbytes: int) -> Bytes:
+        """Return a buffer of zeros that transfers are fast from."""
+        return np.zeros(nbytes, np.uint8)
+
+    def post_send(self, buffer: Bytes, peer: int, tag: int, stream: int) -> Operation:
         """Start to send."""
-        return _Transfer(self, self._streams[stream], buffer, peer, tag, sending=True, persistent=False)
+        return self._transfer(buffer, peer, tag, self._streams[stream], sending=True)
 
-    def post_recv(self, buffer: Bytes, peer: int, tag: int, stream: int) -> _Transfer:
+    def post_recv(self, buffer: Bytes, peer: int, tag: int, stream: int) -> Operation:
         """Start to receive."""
-        return _Transfer(self, self._streams[stream], buffer, peer, tag, sending=False, persistent=False)
+        return self._transfer(buffer, peer, tag, self._streams[stream], sending=False)
 
-    def post_allreduce(self, buffer: Bytes, dtype: str, ranks: Sequence[int]) -> _Sum:
+    def post_allreduce(self, buffer: Bytes, dtype: str, ranks: Sequence[int]) -> Request:
         """Start to sum in place."""
         return self.bind_allreduce(buffer, dtype, ranks).post()
 
-    def bind_send(self, buffer: Bytes, peer: int, tag: int, stream: int) -> _Transfer:
+    def bind_send(self, buffer: Bytes, peer: int, tag: int, stream: int) -> Bound:
         """Return a repeatable `post_send`."""
-        return _Transfer(self, self._streams[stream], buffer, peer, tag, sending=True, persistent=True)
+        return Transfer(self, self._streams[stream], buffer, peer, tag, sending=True, persistent=True)
 
-    def bind_recv(self, buffer: Bytes, peer: int, tag: int, stream: int) -> _Transfer:
+    def bind_recv(self, buffer: Bytes, peer: int, tag: int, stream: int) -> Bound:
         """Return a repeatable `post_recv`."""
-        return _Transfer(self, self._streams[stream], buffer, peer, tag, sending=False, persistent=True)
+        return Transfer(self, self._streams[stream], buffer, peer, tag, sending=False, persistent=True)
 
-    def bind_allreduce(self, buffer: Bytes, dtype: str, ranks: Sequence[int]) -> _Sum:
+    def bind_allreduce(self, buffer: Bytes, dtype: str, ranks: Sequence[int]) -> Bound:
         """Return a repeatable `post_allreduce`."""
         key = tuple(ranks)
         if key not in self._groups:
             raise InputError(f"ranks {list(key)} are no prepared group; prepared: {sorted(self._groups)}")
-        return _Sum(self, self._groups[key], buffer, dtype, key)
+        return Sum(self, self._groups[key], buffer, dtype, key)
 
     def broadcast(self, data: bytes, root: int = 0) -> bytes:
         """Return ``root``'s bytes on every rank."""
@@ -274,8 +321,8 @@ class MpiTransport:
         """Return every rank's bytes, by rank, on ``root``."""
         if self.rank != root:
             length = np.array([len(data)], np.int64).view(np.uint8)
-            self._send_control(length, root, _HEADER_TAG).wait()
-            self._send_control(np.frombuffer(data, np.uint8), root, _DATA_TAG).wait()
+            self._transfer(length, root, _HEADER_TAG, self._control, sending=True).wait()
+            self._transfer(np.frombuffer(data, np.uint8), root, _DATA_TAG, self._control, sending=True).wait()
             return []
         found = []
         for rank in range(self.size):
@@ -283,9 +330,9 @@ class MpiTransport:
                 found.append(data)
                 continue
             length = np.empty(8, np.uint8)
-            self._receive_control(length, rank, _HEADER_TAG).wait()
+            self._transfer(length, rank, _HEADER_TAG, self._control, sending=False).wait()
             buffer = np.empty(int(length.view(np.int64)[0]), np.uint8)
-            self._receive_control(buffer, rank, _DATA_TAG).wait()
+            self._transfer(buffer, rank, _DATA_TAG, self._control, sending=False).wait()
             found.append(buffer.tobytes())
         return found
 
@@ -305,8 +352,21 @@ class MpiTransport:
         """End all ranks at once with an exit code; may be called by any thread."""
         MPI.COMM_WORLD.Abort(code)
 
+    def defer(self, operation: Operation, ready: Callable[[], bool]) -> None:
+        """Start an operation once its buffer is ready, after those deferred before."""
+        with self._lock:
+            self._deferred.append((operation, ready))
+
+    def start_ready(self) -> None:
+        """Start what is ready; called by either thread."""
+        with self._lock:
+            while self._deferred and self._deferred[0][1]():
+                self._deferred.popleft()[0].start()
+
     def _poke(self) -> None:
         """Let all of MPI's requests progress, by looking for a message that nobody sends."""
+        if self._deferred:
+            self.start_ready()
         self._idle.Iprobe(self._rank, 0)
 
     def _make_group(self, ranks: tuple[int, ...]) -> MPI.Comm | None:
@@ -336,11 +396,10 @@ class MpiTransport:
                 f"{library()} sums {dtype} wrongly over ranks {list(ranks)}; use another MPI library"
             )
 
-    def _send_control(self, buffer: Bytes, peer: int, tag: int) -> _Transfer:
-        return _Transfer(self, self._control, buffer, peer, tag, sending=True, persistent=False)
-
-    def _receive_control(self, buffer: Bytes, peer: int, tag: int) -> _Transfer:
-        return _Transfer(self, self._control, buffer, peer, tag, sending=False, persistent=False)
+    def _transfer(
+        self, buffer: Bytes, peer: int, tag: int, comm: MPI.Intracomm, *, sending: bool
+    ) -> Operation:
+        return Transfer(self, comm, buffer, peer, tag, sending=sending, persistent=False).post()
 
     def _finish(self, request: MPI.Request, what: str) -> None:
         def stalled() -> PdmpiError:
