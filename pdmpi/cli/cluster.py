@@ -1,0 +1,82 @@
+"""``pdmpi cluster``: measure the machine that a job got, and write its cluster file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+from rich.table import Table
+
+from pdmpi.cli.output import emit, human_bytes, human_seconds, json_option, table
+from pdmpi.errors import InputError
+from pdmpi.plan.cluster import Cluster
+from pdmpi.plan.cluster_text import cluster_to_text
+from pdmpi.plan.hdf5 import check_overwrite
+
+__all__ = ["command"]
+
+
+@click.command()
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Cluster file to write (TOML).")
+@click.option("--force", is_flag=True, help="Overwrite the output.")
+@json_option
+def command(output: Path | None, force: bool, as_json: bool) -> None:
+    """Measure the links and cores of the ranks that it is started with, and write a cluster file.
+
+    Start it as the training will be started.  A device is one rank's share of the host's cores;
+    its speed is relative to a core that computes alone, as `pdmpi profile` does.
+
+    \b
+    Examples:
+      mpirun -n 4 pdmpi cluster -o cluster.toml
+      srun --mpi=pmix pdmpi cluster --json
+    """
+    from pdmpi.runtime.agree import from_rank_0
+    from pdmpi.runtime.cluster import measured_cluster
+    from pdmpi.transport.mpi import MpiTransport
+
+    transport = MpiTransport()
+
+    def check() -> bytes:
+        if output is not None:
+            check_overwrite(output, force)
+        return b""
+
+    from_rank_0(transport, check)
+    cluster = measured_cluster(transport)
+    if transport.rank == 0:
+        if output is not None:
+            _write(output, cluster)
+        emit(cluster, [_levels(cluster), _devices(cluster, output)], as_json)
+    transport.close()
+
+
+def _write(output: Path, cluster: Cluster) -> None:
+    text = cluster_to_text(cluster, f"{cluster.num_devices} ranks, measured by pdmpi cluster")
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"cannot write {output}: {error.strerror}") from None
+
+
+def _levels(cluster: Cluster) -> Table:
+    rows = [
+        (
+            level.name,
+            level.count,
+            f"{human_bytes(level.bandwidth_bytes_per_s)}/s",
+            human_seconds(level.latency_s),
+            "yes" if level.shared else "no",
+        )
+        for level in cluster.levels
+    ]
+    return table(f"Links of {cluster.name}", ["level", "joins", "bandwidth", "latency", "shared"], rows)
+
+
+def _devices(cluster: Cluster, output: Path | None) -> str:
+    device = cluster.device(0)
+    written = f"; written to {output}" if output is not None else ""
+    return (
+        f"{cluster.num_devices} devices, {cluster.devices_per_node} a host, each with "
+        f"{human_bytes(device.memory_bytes)} and {device.relative_speed:.0%} of a core's speed{written}"
+    )
