@@ -107,5 +107,6 @@ def _run(command: Sequence[str], environ: Mapping[str, str], text: str = "") -> 
     except subprocess.TimeoutExpired:
         raise InputError(f"{command[0]} does not answer within {_TIMEOUT_S:.0f} s; ask the site") from None
     if done.returncode:
-        raise InputError(f"{command[0]}: {' '.join(done.stderr.split())}")
+        said = " ".join(done.stderr.split()).removeprefix(f"{command[0]}: ")
+        raise InputError(f"{command[0]}: {said}")
     return done.stdout

@@ -87,6 +87,10 @@ def launch_command(shape: JobShape, options: JobOptions) -> list[str]:
 def _directives(job: Job) -> Iterator[str]:
     options, shape = job.options, job.shape
     log = str(job.run_dir / "job.log").replace("%", "%%")
+    if "\\" in log:
+        raise InputError(
+            f"run directory {job.run_dir}: Slurm takes no backslash in a log's path; choose another"
+        )
     gpus = options.gpus_per_node
     if gpus is None and job.uses_gpus:
         gpus = shape.ranks_per_node
@@ -140,34 +144,38 @@ _SUPERVISE = r"""
 restarts=${SLURM_RESTART_COUNT:-0}
 echo "== job $SLURM_JOB_ID, start $restarts, $(date -Is), $SLURM_JOB_NODELIST"
 
-# Whatever tells this job to stop, the ranks hear USR1: they checkpoint and end.
-# (mpirun would kill them at TERM, and ranks on other nodes would never see it.)
-newest() { ls "$run_dir/checkpoints" 2>/dev/null | grep '^step-' | tail -n 1; }
-before=$(newest)
-launcher=
-stopping=
-stop() {
-  stopping=$1
-  echo "== $1: asking the ranks to checkpoint and stop"
-  [ -z "$launcher" ] || kill -USR1 "$launcher" 2>/dev/null
+# A launcher's exit code is not to be trusted (mpirun returns 0 when a daemon dies): rank 0
+# writes how this start of this job stands. What dies leaves it "running", or says nothing.
+status() {
+  sed -n 's/^{"status": "\([a-z]*\)".*"job": "'"$SLURM_JOB_ID"'", "restarts": '"$restarts"'}$/\1/p' \
+    "$run_dir/status.json" 2>/dev/null
 }
+newest() { ls "$run_dir/checkpoints" 2>/dev/null | grep '^step-' | tail -n 1; }
+alive() { [ -n "$launcher" ] && kill -0 "$launcher" 2>/dev/null; }
+
+# Whatever tells this job to stop, the ranks hear USR1, once they are ready for it: they
+# checkpoint and end. (mpirun would kill them at TERM, and other nodes would never see it.)
+stop() {
+  echo "== $1: asking the ranks to checkpoint and stop"
+  [ -n "$launcher" ] || stopped_early=1
+  (while alive && [ "$(status)" != running ]; do sleep 0.2; done; alive && kill -USR1 "$launcher") &
+}
+launcher= stopped_early=
 trap 'stop USR1' USR1
 trap 'stop USR2' USR2
 trap 'stop TERM' TERM
 
-[ -n "$stopping" ] || { "${command[@]}" & launcher=$!; }
-[ -z "$stopping" ] || [ -z "$launcher" ] || kill -USR1 "$launcher"
+before=$(newest)
 code=0
-while [ -n "$launcher" ]; do
+if [ -z "$stopped_early" ]; then
+  "${command[@]}" &
+  launcher=$!
+fi
+while alive; do
   wait "$launcher"
   code=$?
-  kill -0 "$launcher" 2>/dev/null || break
 done
-
-# A launcher's exit code is not to be trusted (mpirun returns 0 when a daemon dies): rank 0
-# wrote how this start of this job ended. What wrote nothing died.
-status=$(sed -n 's/^{"status": "\([a-z]*\)".*"job": "'"$SLURM_JOB_ID"'", "restarts": '"$restarts"'}$/\1/p' \
-  "$run_dir/status.json" 2>/dev/null)
+status=$(status)
 echo "== launcher returned $code, the run is ${status:-silent}"
 
 case $status in
@@ -191,8 +199,8 @@ if [ "$deaths" -gt "$max_deaths" ]; then
   rm -f "$run_dir/deaths"
   exit $((code ? code : 1))
 fi
-trap '' TERM USR1 USR2
 echo "== requeued"
+trap - TERM USR1 USR2
 scontrol requeue "$SLURM_JOB_ID" && sleep 60
 exit 75
 """
