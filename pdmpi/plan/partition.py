@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import h5py
 import numpy as np
@@ -11,7 +13,7 @@ import numpy as np
 from pdmpi import __version__
 from pdmpi.errors import InputError
 from pdmpi.plan.cluster import Cluster
-from pdmpi.plan.cuts import Cuts, cuts_of
+from pdmpi.plan.cuts import cuts_of
 from pdmpi.plan.plan import Placement, Plan, ScheduleChoice, StagePlan
 from pdmpi.plan.predict import estimate
 from pdmpi.plan.pricing import Found, Problem
@@ -46,7 +48,6 @@ def partition(
     if not any(cost.parameter_bytes for cost in profile.costs):
         raise InputError("no layer of the profile has parameters: there is nothing to train")
     cuts = cuts_of(profile)
-    best: Found | None = None
     if shape and (min(shape) < 1 or sum(shape) > cluster.num_devices):
         wanted = "-".join(map(str, shape))
         raise InputError(
@@ -56,22 +57,33 @@ def partition(
         raise InputError(
             f"shape has {len(shape)} stages, the model only {len(cuts) - 1} layers; use fewer stages"
         )
-    for copies in [1] if shape else copies_of(cluster):
-        found = search(
-            Problem(
-                cuts=cuts,
-                cluster=cluster,
-                choice=choice,
-                copies=copies,
-                recompute=choice.recompute,
-                shape=tuple(shape),
-            ),
-            best.period_s * (1 - 1e-9) if best else np.inf,
-        )
-        best = found or best
+    problem = Problem(
+        cuts=cuts, cluster=cluster, choice=choice, recompute=choice.recompute, shape=tuple(shape)
+    )
+    problems = variants(problem)
+    best = search(problems)
     if best is None:
         raise InputError("does not fit")
-    return plan_of(cuts, cluster, choice, best)
+    return plan_of(*best)
+
+
+def variants(problem: Problem) -> list[Problem]:
+    """Return a problem with every number of copies, and without some kinds of devices where they differ."""
+    cluster = problem.cluster
+    found = [replace(problem, copies=n) for n in ([1] if problem.shape else copies_of(cluster))]
+    return found + [replace(problem, order=order) for order in device_subsets(cluster)]
+
+
+def device_subsets(cluster: Cluster) -> list[tuple[int, ...]]:
+    """Return the devices left when kinds are left out: any of up to four kinds, else the slowest ones."""
+    kinds = [(d.relative_speed, d.memory_bytes) for d in map(cluster.device, range(cluster.num_devices))]
+    distinct = sorted(set(kinds))
+    if len(distinct) <= 4:
+        sizes = range(1, len(distinct))
+        kept = [set(some) for size in sizes for some in itertools.combinations(distinct, size)]
+    else:
+        kept = [set(distinct[start:]) for start in range(1, len(distinct))]
+    return [tuple(d for d, kind in enumerate(kinds) if kind in some) for some in kept]
 
 
 def copies_of(cluster: Cluster) -> list[int]:
@@ -88,37 +100,36 @@ def copies_of(cluster: Cluster) -> list[int]:
     ]
 
 
-def stages_of(cuts: Cuts, cluster: Cluster, found: Found) -> tuple[list[StagePlan], list[list[int]]]:
+def stages_of(problem: Problem, found: Found) -> tuple[list[StagePlan], list[list[int]]]:
     """Return the stages of a partition and the devices of their replicas."""
-    part = cluster.num_devices // found.copies
     stages = [
         StagePlan(
-            layers=cuts.layers(s.outer, s.inner), replicas=s.replicas * found.copies, recompute=s.recompute
+            layers=problem.cuts.layers(s.outer, s.inner),
+            replicas=s.replicas * found.copies,
+            recompute=s.recompute,
         )
         for s in found.stages
     ]
-    devices = [
-        [c * part + d for d in range(s.first, s.first + s.replicas) for c in range(found.copies)]
-        for s in found.stages
-    ]
+    devices = [problem.devices(s.first, s.replicas) for s in found.stages]
     return stages, devices
 
 
-def plan_of(cuts: Cuts, cluster: Cluster, choice: ScheduleChoice, found: Found) -> Plan:
+def plan_of(problem: Problem, found: Found) -> Plan:
     """Return a partition as a plan, with its prediction."""
-    stages, devices = stages_of(cuts, cluster, found)
+    profile, cluster, choice = problem.cuts.profile, problem.cluster, problem.choice
+    stages, devices = stages_of(problem, found)
     placement: list[Placement] = []
     for s, group in enumerate(devices):
         for r, device in enumerate(group):
             node, own = divmod(device, cluster.devices_per_node)
             placement.append(Placement(stage=s, replica=r, rank=len(placement), node=node, device=own))
     return Plan(
-        profile=cuts.profile,
+        profile=profile,
         cluster=cluster,
         schedule=choice,
         stages=tuple(stages),
         placement=tuple(placement),
-        prediction=estimate(cuts.profile, cluster, choice, stages, devices, found.copies).prediction,
+        prediction=estimate(profile, cluster, choice, stages, devices, found.copies).prediction,
         versions=tool_versions(),
     )
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,11 +12,11 @@ from numpy.typing import NDArray
 
 from pdmpi.plan.cluster import Cluster
 from pdmpi.plan.cuts import Cuts
-from pdmpi.plan.links import Links
+from pdmpi.plan.links import Links, Port
 from pdmpi.plan.plan import ScheduleChoice
 from pdmpi.plan.terms import Terms, terms_of
 
-__all__ = ["Found", "FoundStage", "Pricer", "Problem", "largest"]
+__all__ = ["Found", "FoundStage", "Pricer", "Problem", "largest", "with_transfers"]
 
 Floats = NDArray[np.float64]
 
@@ -39,6 +40,11 @@ class Found:
     copies: int
     period_s: float
 
+    @property
+    def num_devices(self) -> int:
+        """Devices in use."""
+        return (self.stages[-1].first + self.stages[-1].replicas) * self.copies
+
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
@@ -48,15 +54,15 @@ class Problem:
     ----------
     cuts, cluster, choice
         Where to cut, the devices, the schedule.
+    order
+        The cluster's devices to use, ascending; all when empty.
     copies
-        Copies of the pipeline; each has ``cluster.num_devices // copies`` devices.
+        Copies of the pipeline, each on an equal part of the devices.
     limit_memory
         Whether a device's memory is a limit (where it is given).
     recompute
         Which stages recompute activations: ``"never"``, ``"always"``, ``"except-last"``, or
         ``"auto"``: those that do not fit otherwise.
-    replica_counts
-        Replica counts of a stage in one copy that are tried; all when empty.
     shape
         Replicas of every stage, when they are given rather than searched for.
     """
@@ -64,16 +70,21 @@ class Problem:
     cuts: Cuts
     cluster: Cluster
     choice: ScheduleChoice
+    order: tuple[int, ...] = ()
     copies: int = 1
     limit_memory: bool = True
     recompute: str = "never"
-    replica_counts: tuple[int, ...] = ()
     shape: tuple[int, ...] = ()
 
-    @property
-    def devices(self) -> int:
-        """Devices of one copy."""
-        return self.cluster.num_devices // self.copies
+    @cached_property
+    def device_of(self) -> tuple[int, ...]:
+        """The cluster's device at each position."""
+        return self.order or tuple(range(self.cluster.num_devices))
+
+    @cached_property
+    def positions(self) -> int:
+        """Positions in one copy, one a device."""
+        return len(self.device_of) // self.copies
 
     @cached_property
     def links(self) -> Links:
@@ -88,21 +99,65 @@ class Problem:
     @cached_property
     def levels(self) -> int:
         """Levels that can lie inside one copy."""
-        return self.links.level(0, self.devices - 1) + 1
+        return self.level(0, self.positions - 1) + 1
 
     @cached_property
     def memory_limited(self) -> bool:
         """Whether memory plays a part at all."""
-        return self.limit_memory and any(device.memory_bytes for device in self.cluster.devices)
+        return self.limit_memory and any(self.memory_bytes)
 
-    def ranks_of(self, first: int, count: int) -> list[int]:
+    @cached_property
+    def speeds(self) -> list[float]:
+        """Relative speed at each position, the slowest of the copies."""
+        return self._least([self.cluster.device(d).relative_speed for d in self.device_of])
+
+    @cached_property
+    def memory_bytes(self) -> list[int]:
+        """Memory at each position, the smallest of the copies; 0 where it is not limited."""
+        return [int(m) for m in self._least([self.cluster.device(d).memory_bytes for d in self.device_of])]
+
+    def _least(self, values: Sequence[float]) -> list[float]:
+        return [min(values[p :: self.positions]) for p in range(self.positions)]
+
+    def level(self, a: int, b: int) -> int:
+        """Return the level that separates two positions of one copy."""
+        return self.cluster.level_between(self.device_of[a], self.device_of[b])
+
+    def devices(self, first: int, count: int) -> list[int]:
         """Return the devices of a stage in all copies, in the order of its replicas."""
-        return [c * self.devices + d for d in range(first, first + count) for c in range(self.copies)]
+        return [
+            self.device_of[c * self.positions + p]
+            for p in range(first, first + count)
+            for c in range(self.copies)
+        ]
+
+    @cached_property
+    def _members_before(self) -> list[list[int]]:
+        """For each level and position, members that begin at or before it in one copy."""
+        found = []
+        for size in self.links.member_sizes:
+            members = [device // size for device in self.device_of[: self.positions]]
+            new = [1, *(a != b for a, b in itertools.pairwise(members))]
+            found.append(list(itertools.accumulate(new)))
+        return found
+
+    def ports(self, first: int, count: int) -> list[Port]:
+        """Return the price of the links of a stage's replicas in all copies, up to each level."""
+        s_per_byte = s_per_message = 0.0
+        found = []
+        for index in range(self.levels):
+            link, before = self.cluster.levels[index], self._members_before[index]
+            own = before[first + count - 1] - before[first] + 1 if link.shared else count
+            links = own * self.copies
+            s_per_byte = max(s_per_byte, 1.0 / (links * link.bandwidth_bytes_per_s))
+            s_per_message = max(s_per_message, link.latency_s / links)
+            found.append(Port(s_per_byte, s_per_message))
+        return found
 
 
 @dataclass(frozen=True)
 class Pricer:
-    """Prices the stages of one problem when the first ``in_use`` devices of each copy are used."""
+    """Prices the stages of one problem when the first ``in_use`` positions of each copy are used."""
 
     problem: Problem
     in_use: int
@@ -112,8 +167,7 @@ class Pricer:
 
         Shape (inner cuts, outer cuts).
         """
-        always = self.problem.recompute == "always" or (self.problem.recompute == "except-last" and not final)
-        periods = self._fitting(first, count, inner, outer, always)
+        periods = self._fitting(first, count, inner, outer, self._always(final))
         if self.problem.recompute == "auto" and self._limit(first, count):
             again = self._fitting(first, count, inner, outer, True)
             periods = np.where(np.isfinite(periods), periods, again)
@@ -124,71 +178,75 @@ class Pricer:
         if self.problem.recompute == "auto":
             one, other = slice(inner, inner + 1), slice(outer, outer + 1)
             return not np.isfinite(self._fitting(first, count, one, other, False)).all()
+        return self._always(final)
+
+    def _always(self, final: bool) -> bool:
         return self.problem.recompute == "always" or (self.problem.recompute == "except-last" and not final)
 
     def _fitting(
         self, first: int, count: int, inner: slice, outer: slice, recompute: bool
     ) -> NDArray[np.float64]:
-        periods = largest(self._work(first, count, recompute), inner, outer)
+        work = self._work(first, count, recompute)
+        periods = largest([(vector[outer], -vector[inner] + plus) for vector, plus in work])
         fits = self._fits(first, count, inner, outer, recompute)
         if fits is not None:
             periods[~fits] = np.inf
         return periods
 
-    def _work(self, first: int, count: int, recompute: bool) -> list[tuple[Floats, Floats]]:
-        """Return the terms of compute and of synchronisation."""
+    def _work(self, first: int, count: int, recompute: bool) -> Iterator[tuple[Floats, float]]:
+        """Yield compute and synchronisation as sums over the layers before each cut, and a constant."""
         problem, cuts = self.problem, self.problem.cuts
-        ranks = problem.ranks_of(first, count)
-        m = len(ranks)
-        speed = min(problem.cluster.device(d).relative_speed for d in ranks)
+        m = count * problem.copies
+        share = 1.0 / (m * min(problem.speeds[first : first + count]))
         q = max(problem.choice.microbatches / m, 1.0) if problem.terms.accumulates else 1.0
-        backward = cuts.backward_s + (cuts.forward_s if recompute else 0.0)
-        compute = cuts.forward_s + backward
-        update = cuts.gradient_bytes * (cuts.profile.update_s_per_byte / q)
-        busy = (compute + update) / (m * speed)
-        found = [(busy, -busy)]
+        update = cuts.profile.update_s_per_byte / q * share
+        forwards = 2.0 if recompute else 1.0
+        yield self._sums(forwards * share, share, update), 0.0
         if m > 1:
-            port = problem.links.port((0,), problem.links.level(min(ranks), max(ranks)))
+            last = problem.device_of[(problem.copies - 1) * problem.positions + first + count - 1]
+            level = problem.cluster.level_between(problem.device_of[first], last)
+            port = problem.links.port((0,), level)
             steps = 2 * (m - 1)
-            ring = cuts.gradient_bytes * (steps / m * port.s_per_byte / (q * m))
-            sync = (compute - backward / q + update) / (m * speed) + ring
-            found.append((sync + steps * port.s_per_message / (q * m), -sync))
-        return found
+            ring = steps / m * port.s_per_byte / (q * m)
+            hidden = (forwards - 1.0, 1.0)
+            vector = self._sums((forwards - hidden[0] / q) * share, share - share / q, update + ring)
+            yield vector, steps * port.s_per_message / (q * m)
 
-    def transfer(
-        self, first: int, count: int, entering: int | None, leaving: int | None
-    ) -> list[tuple[Floats, Floats]]:
-        """Return the terms of the links, entering and leaving at these levels (None at the ends)."""
-        cuts, ranks = self.problem.cuts, self.problem.ranks_of(first, count)
+    def _sums(self, forward: float, backward: float, per_byte: float) -> Floats:
+        cuts = self.problem.cuts
+        return cuts.forward_s * forward + cuts.backward_s * backward + cuts.gradient_bytes * per_byte
 
-        def cost(level: int, nbytes: Floats) -> Floats:
-            port = self.problem.links.port(ranks, level)
-            return np.where(nbytes > 0, port.s_per_message + nbytes * port.s_per_byte, 0.0)
+    def transfer(self, ports: Sequence[Port], level: int | None, cuts: slice) -> tuple[Floats, Floats] | None:
+        """Return the seconds that values sent over each cut, and gradients returned over it, take at a level.
 
-        nothing = np.zeros(len(cuts))
-        ways = ((cuts.sent_bytes, cuts.returned_bytes), (cuts.returned_bytes, cuts.sent_bytes))
-        return [
-            (
-                nothing if leaving is None else cost(leaving, behind),
-                nothing if entering is None else cost(entering, before),
-            )
-            for behind, before in ways
-            if leaving is not None or entering is not None
-        ]
+        None at the ends of the pipeline, where the level is None.
+        """
+        if level is None:
+            return None
+        sent, returned = self.problem.cuts.sent_bytes[cuts], self.problem.cuts.returned_bytes[cuts]
+        per_byte, per_message = ports[level].s_per_byte, ports[level].s_per_message
+        if not per_message:
+            return sent * per_byte, returned * per_byte
+        return sent * per_byte + (sent > 0) * per_message, returned * per_byte + (returned > 0) * per_message
 
     def _limit(self, first: int, count: int) -> int:
         if not self.problem.limit_memory:
             return 0
-        sizes = [self.problem.cluster.device(d).memory_bytes for d in self.problem.ranks_of(first, count)]
-        return min((size for size in sizes if size), default=0)
+        return min((size for size in self.problem.memory_bytes[first : first + count] if size), default=0)
 
     def _fits(
         self, first: int, count: int, inner: slice, outer: slice, recompute: bool
     ) -> NDArray[np.bool_] | None:
         """Return which pairs of cuts fit the devices' memory, or None when all do."""
-        problem, cuts, limit = self.problem, self.problem.cuts, self._limit(first, count)
+        limit = self._limit(first, count)
         if not limit:
             return None
+        used = self.used_bytes(first, count, inner, outer, recompute)
+        return np.asarray(used <= limit + 0.5)
+
+    def used_bytes(self, first: int, count: int, inner: slice, outer: slice, recompute: bool) -> Floats:
+        """Return the peak bytes of one replica of each stage, shape (inner cuts, outer cuts)."""
+        problem, cuts = self.problem, self.problem.cuts
         terms, choice = problem.terms, problem.choice
         last = first + count == self.in_use
         depth = -(-(self.in_use - first) // count) + (0 if last else choice.extra_in_flight)
@@ -203,18 +261,34 @@ class Pricer:
         )
         plus = held + 2 * (cuts.sent_bytes + cuts.returned_bytes)
         minus = cuts.sent_bytes * flight + 2 * cuts.returned_bytes - held
-        used = plus[None, outer] + minus[inner, None]
+        used = minus[inner, None] + plus[None, outer]
         if any(cost.workspace_bytes for cost in cuts.profile.costs):
             used += cuts.workspace_bytes[inner, outer]
-        return np.asarray(used <= limit + 0.5)
+        return used
 
 
-def largest(
-    terms: Sequence[tuple[Floats, Floats]], inner: slice, outer: slice, out: NDArray[np.float64] | None = None
-) -> NDArray[np.float64]:
-    """Return the largest of sums ``outer term[J] + inner term[I]``, and of ``out``, shape (I, J)."""
+def largest(terms: Sequence[tuple[Floats, Floats]], least: Floats | None = None) -> NDArray[np.float64]:
+    """Return the largest of sums ``outer term[J] + inner term[I]``, and of ``least``, shape (I, J)."""
+    out = least
     for plus, minus in terms:
-        now = minus[inner, None] + plus[None, outer]
+        now = minus[:, None] + plus[None, :]
         out = now if out is None else np.maximum(out, now, out=now)
     assert out is not None
     return out
+
+
+def with_transfers(
+    periods: Floats, before: tuple[Floats, Floats] | None, behind: tuple[Floats, Floats] | None
+) -> Floats:
+    """Return the larger of periods and of what leaves or enters a stage's links, shape (I, J).
+
+    ``before`` and ``behind`` are `Pricer.transfer` of the cuts on the two sides.
+    """
+    if before is None and behind is None:
+        return periods
+    if before is None:
+        assert behind is not None
+        return np.maximum(periods, np.maximum(behind[0], behind[1])[None, :])
+    if behind is None:
+        return np.maximum(periods, np.maximum(before[0], before[1])[:, None])
+    return largest([(behind[0], before[1]), (behind[1], before[0])], periods)

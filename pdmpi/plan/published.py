@@ -97,13 +97,13 @@ class _LevelSolver:
     def sent(self) -> Floats:
         """Bytes behind each cut, inputs of the model not counted."""
         graph = self.cuts.profile.graph
-        found = self.cuts.sent_bytes.copy()
+        found: Floats = self.cuts.sent_bytes.copy()
         full = len(self.cuts) - 1
         for ref, names in graph.consumers.items():
             source = graph.index[ref.layer]
             if graph.layers[source].kind == INPUT:
-                read = self.cuts.members[:, [graph.index[name] for name in names]].all(axis=1)
-                found[:full] -= (self.cuts.members[:full, source] & ~read[:full]) * graph.spec(ref).nbytes
+                read = self.cuts.members[:full, [graph.index[name] for name in names]].min(axis=1)
+                found[:full] -= (self.cuts.members[:full, source] & ~read) * graph.spec(ref).nbytes
         return found
 
     @cached_property
@@ -116,7 +116,7 @@ class _LevelSolver:
             ],
             dtype=float,
         )
-        total = self.cuts.members.astype(float) @ sizes + self.cuts.parameter_bytes
+        total: Floats = self.cuts.members.astype(float) @ sizes + self.cuts.parameter_bytes
         return np.asarray(total[None, :] - total[:, None])
 
     def stage(self, members: int, used: int, alone: bool) -> Floats:
@@ -170,7 +170,7 @@ class _LevelSolver:
     @cached_property
     def periods(self) -> Floats:
         """Smallest periods on up to ``count`` members, shape (rows, cuts)."""
-        return np.minimum.reduce(self.table[1:])
+        return np.asarray(np.minimum.reduce(self.table[1:]))
 
     def trace(self, inner: int, outer: int) -> list[NestedStage]:
         """Return the stages of the best plan between two cuts, its members' own plans left out."""

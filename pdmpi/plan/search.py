@@ -3,10 +3,12 @@
 What is optimal over what
     All chains of nested cuts of `pdmpi.plan.cuts` (all of the graph's cuts when it has few,
     otherwise the prefixes of two execution orders and the cuts between layers in series), all
-    replica counts, all numbers of devices used from the first device on, and all numbers of
+    replica counts, all numbers of devices used from the first one on, and all numbers of
     copies of the pipeline that divide the cluster evenly.  Stages take consecutive devices
     in pipeline order without a gap; a stage may begin and end anywhere in a machine.  The
     objective is the steady period of `pdmpi.plan.predict`, the largest stage period.
+    Beyond `MANY` devices a stage that is not inside one member of a level (a node) takes whole
+    ones.
 
 Recurrence
     With A(I, d, l) the smallest largest period of any way to run the layers before cut I on
@@ -28,7 +30,8 @@ Speed
     Cuts are sorted by the compute before them.  Given a period that some plan reaches, the
     cuts that can lie at device d have between (total - what the devices from d on can do) and
     (what those before d can do), which leaves few when the plan is near balance.  A first
-    pass over a few well-placed cuts finds such a period, the second is exact.
+    pass over a few well-placed cuts finds such a period, the second is exact.  Memory is
+    left aside at first: a partition that fits without having been limited is the best.
 
 Ties
     Fewest stages, then fewest devices, then (from the last stage backwards) fewest replicas
@@ -38,15 +41,20 @@ Ties
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pdmpi.plan.pricing import Found, FoundStage, Pricer, Problem, largest
+from pdmpi.plan.pricing import Found, FoundStage, Pricer, Problem, with_transfers
 
-__all__ = ["search"]
+__all__ = ["MANY", "search"]
+
+MANY = 64
+"""Devices of one copy up to which every replica count and every first device is tried."""
 
 _TIE = 1e-12
 _FEW_CUTS = 48
@@ -55,22 +63,31 @@ Level = int | None
 Key = tuple[int, Level]
 """Devices taken, and the level at which the boundary there is priced (None at the start)."""
 
+Floats = NDArray[np.float64]
 
-def search(problem: Problem, bound_s: float = np.inf) -> Found | None:
-    """Return the partition with the smallest period that is at most ``bound_s``, or None.
 
-    Parameters
-    ----------
-    problem
-        What to partition.
-    bound_s
-        A period that is known to be reached otherwise; a tight one makes the search fast.
+def search(problems: Sequence[Problem]) -> tuple[Problem, Found] | None:
+    """Return the best partition of all problems and the problem that it solves, or None if nothing fits.
+
+    The problems are variants of one: other copies, other devices.  Among equals the one with
+    fewest stages, then the first, is returned.
     """
-    few = _few_cuts(problem)
-    if few is not None:
-        rough = _solve(few, bound_s)
-        bound_s = min(bound_s, rough.period_s) if rough else bound_s
-    return _solve(problem, bound_s * (1 + _TIE))
+    bound_s, rough = math.inf, []
+    for index, problem in reversed(list(enumerate(problems))):
+        few = _few_cuts(problem)
+        found = _solve(few, bound_s) if few is not None else None
+        bound_s = min(bound_s, found.period_s * (1 + _TIE)) if found else bound_s
+        rough.append((found.period_s if found else math.inf, index))
+    best: tuple[Problem, Found] | None = None
+    place = len(problems)
+    for _, index in sorted(rough):
+        found = _solve(problems[index], bound_s)
+        if found is None:
+            continue
+        bound_s = min(bound_s, found.period_s * (1 + _TIE))
+        if best is None or _precedes(found, best[1]) or (index < place and not _precedes(best[1], found)):
+            best, place = (problems[index], found), index
+    return best
 
 
 def _few_cuts(problem: Problem) -> Problem | None:
@@ -87,53 +104,39 @@ def _few_cuts(problem: Problem) -> Problem | None:
 
 def _solve(problem: Problem, bound_s: float) -> Found | None:
     free = replace(
-        problem, limit_memory=False, recompute="never" if problem.recompute == "auto" else problem.recompute
+        problem,
+        limit_memory=False,
+        recompute="never" if problem.recompute == "auto" else problem.recompute,
     )
-    found = _Table(free, sum(problem.shape) or problem.devices, exact_end=False).solve(bound_s)
-    if found is None or not problem.memory_limited or fits(problem, found):
+    found = _Table(free, sum(problem.shape) or problem.positions, exact_end=False).solve(bound_s)
+    if found is None or not problem.memory_limited or _fits(problem, found):
         return found
     least_s, best = found.period_s, None
-    for in_use in (sum(problem.shape),) if problem.shape else range(problem.devices, 0, -1):
+    for in_use in (sum(problem.shape),) if problem.shape else range(problem.positions, 0, -1):
         found = _Table(problem, in_use, exact_end=True).solve(bound_s)
-        if found and (best is None or _rank(found, best)):
+        if found and (best is None or _precedes(found, best)):
             best, bound_s = found, found.period_s * (1 + _TIE)
     assert best is None or best.period_s >= least_s * (1 - 1e-9)
     return best
 
 
-def fits(problem: Problem, found: Found) -> bool:
-    """Return whether every stage of a partition fits the memory without recomputation."""
-    pricer = Pricer(problem, found.stages[-1].first + found.stages[-1].replicas)
-    return all(
-        np.isfinite(
-            pricer.periods(
-                s.first, s.replicas, slice(s.inner, s.inner + 1), slice(s.outer, s.outer + 1),
-                s is found.stages[-1],
-            )
-        ).all()
-        and not pricer.recomputes(s.first, s.replicas, s.inner, s.outer, s is found.stages[-1])
-        for s in found.stages
-    )  # fmt: skip
+def _fits(problem: Problem, found: Found) -> bool:
+    """Return whether every stage of a partition fits the memory as it is."""
+    last = found.stages[-1]
+    pricer = Pricer(replace(problem, recompute="never"), last.first + last.replicas)
+    for s in found.stages:
+        inner, outer = slice(s.inner, s.inner + 1), slice(s.outer, s.outer + 1)
+        limits = [m for m in problem.memory_bytes[s.first : s.first + s.replicas] if m]
+        if limits and pricer.used_bytes(s.first, s.replicas, inner, outer, s.recompute)[0, 0] > min(limits):
+            return False
+    return True
 
 
-def _rank(a: Found, b: Found) -> bool:
+def _precedes(a: Found, b: Found) -> bool:
     """Return whether partition ``a`` comes before ``b``."""
     if abs(a.period_s - b.period_s) > _TIE * b.period_s:
         return a.period_s < b.period_s
-    return (len(a.stages), a.stages[-1].first + a.stages[-1].replicas) < (
-        len(b.stages),
-        b.stages[-1].first + b.stages[-1].replicas,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Move:
-    """A stage from device ``first`` on, entering at a level and leaving at another."""
-
-    first: int
-    count: int
-    entering: Level
-    leaving: Level
+    return (len(a.stages), a.num_devices) < (len(b.stages), b.num_devices)
 
 
 class _Table:
@@ -142,157 +145,175 @@ class _Table:
     def __init__(self, problem: Problem, in_use: int, *, exact_end: bool) -> None:
         self.problem = problem
         self.in_use = in_use
-        self.exact_end = exact_end
         self.pricer = Pricer(problem, in_use)
         self.last = len(problem.cuts) - 1
         self.seconds = problem.cuts.forward_s + problem.cuts.backward_s
-        speeds = [problem.cluster.device(d).relative_speed for d in range(problem.cluster.num_devices)]
-        part = problem.copies * problem.devices
-        per_device = np.array(speeds[:part]).reshape(problem.copies, -1).sum(axis=0)[:in_use]
-        self.reach = np.concatenate([[0.0], np.cumsum(per_device)])
+        speeds = [problem.cluster.device(d).relative_speed for d in problem.device_of]
+        in_copies = np.array(speeds[: problem.copies * problem.positions]).reshape(problem.copies, -1)
+        self.reach = np.concatenate([[0.0], np.cumsum(in_copies.sum(axis=0)[:in_use])])
+        fixed = exact_end or bool(problem.shape)
+        self.ends = range(in_use if fixed else 1, in_use + 1)
 
     def solve(self, bound_s: float) -> Found | None:
         """Return the best partition whose period is at most ``bound_s``."""
-        windows = self._windows(bound_s)
-        best = self._sweep(windows, bound_s, count_stages=False)
-        ends = [best[e, None][-1] for e in self._ends() if (e, None) in best]
-        period_s = min(ends, default=np.inf)
-        if not np.isfinite(period_s):
+        if bound_s * self.reach[-1] * (1 + 1e-9) < self.seconds[-1]:
+            return None
+        best = self._sweep(bound_s, count_stages=False)
+        period_s = min((float(best[e, None][-1]) for e in self.ends if (e, None) in best), default=math.inf)
+        if not math.isfinite(period_s):
             return None
         limit = period_s * (1 + _TIE)
-        windows = self._windows(limit)
-        counts = self._sweep(windows, limit, count_stages=True)
-        end = min(self._ends(), key=lambda e: (counts[e, None][-1] if (e, None) in counts else np.inf, e))
-        return Found(self._trace(windows, counts, limit, end), self.problem.copies, float(period_s))
+        counts = self._sweep(limit, count_stages=True)
+        end = min((e for e in self.ends if (e, None) in counts), key=lambda e: (counts[e, None][-1], e))
+        return Found(self._trace(counts, limit, end), self.problem.copies, period_s)
 
-    def _ends(self) -> range:
-        if self.problem.shape:
-            return range(sum(self.problem.shape), sum(self.problem.shape) + 1)
-        return range(self.in_use if self.exact_end else 1, self.in_use + 1)
+    def _window(self, taken: int, bound_s: float) -> slice:
+        """Return the cuts that may lie behind a number of devices."""
+        if taken == 0:
+            return slice(0, 1)
+        if not math.isfinite(bound_s):
+            return slice(1, self.last + 1)
+        most = bound_s * self.reach[taken] * (1 + 1e-9)
+        least = self.seconds[-1] - bound_s * (self.reach[-1] - self.reach[taken]) * (1 + 1e-9)
+        low = int(np.searchsorted(self.seconds, least * (1 - 1e-9), "left"))
+        high = int(np.searchsorted(self.seconds, most, "right"))
+        return slice(max(low, 1), max(high, low, 1))
 
-    def _windows(self, bound_s: float) -> list[slice]:
-        """Return, for each number of devices taken, the cuts that may lie there."""
-        found = [slice(0, 1)]
-        for taken in self.reach[1:]:
-            if np.isfinite(bound_s):
-                most = bound_s * taken * (1 + 1e-9)
-                least = self.seconds[-1] - bound_s * (self.reach[-1] - taken) * (1 + 1e-9)
-                low = int(np.searchsorted(self.seconds, least * (1 - 1e-9), "left"))
-                high = int(np.searchsorted(self.seconds, most, "right"))
-                found.append(slice(max(low, 1), max(high, low, 1)))
-            else:
-                found.append(slice(1, self.last + 1))
-        return found
+    @cached_property
+    def _unit(self) -> int:
+        """Devices that a stage takes whole when it is not inside one such unit; 1 up to `MANY` devices."""
+        if self.problem.positions <= MANY:
+            return 1
+        sizes = [s for s in self.problem.links.member_sizes[1:] if s < self.problem.positions]
+        few = [s for s in (*sizes, math.isqrt(self.problem.positions)) if self.problem.positions // s <= MANY]
+        return min(few, key=lambda s: (self.problem.positions / s) ** 2 + self.problem.positions * s)
 
     def _stages_before(self, e: int) -> Iterator[tuple[int, int]]:
         """Yield (first device, replicas) of every stage that may end before device ``e``."""
         if self.problem.shape:
-            ends = list(itertools.accumulate(self.problem.shape, initial=0))
-            return ((a, b - a) for a, b in itertools.pairwise(ends) if b == e)
-        counts: Sequence[int] = self.problem.replica_counts or range(1, self.problem.devices + 1)
-        return ((e - m, m) for m in counts if m <= e)
+            ends = itertools.accumulate(self.problem.shape, initial=0)
+            yield from ((a, b - a) for a, b in itertools.pairwise(ends) if b == e)
+            return
+        start = (e - 1) // self._unit * self._unit
+        yield from ((e - m, m) for m in range(1, e - start + 1))
+        if e % self._unit == 0 or e == self.in_use:
+            yield from ((d, e - d) for d in range(start - self._unit, -1, -self._unit))
 
-    def _levels(self, d: int) -> tuple[int, ...]:
+    def _levels(self, d: int) -> range:
         """Return the levels at which a boundary before device ``d`` can be priced."""
-        if d >= self.in_use:
-            return ()
-        return tuple(range(self.problem.links.level(d - 1, d), self.problem.levels))
+        return range(self.problem.level(d - 1, d), self.problem.levels)
 
-    def _entering(self, d: int, e: int) -> tuple[Level, ...]:
+    def _entering(self, d: int, e: int) -> Sequence[Level]:
         if d == 0:
             return (None,)
-        span = self.problem.links.level(d, e - 1)
-        return tuple(level for level in self._levels(d) if level >= span)
+        span = self.problem.level(d, e - 1)
+        return [level for level in self._levels(d) if level >= span]
 
-    def _leaving(self, d: int, e: int) -> tuple[int, ...]:
+    def _leaving(self, d: int, e: int) -> Sequence[Level]:
         if e >= self.in_use:
             return ()
-        span = self.problem.links.level(d, e)
-        return tuple(level for level in self._levels(e) if level >= span)
+        span = self.problem.level(d, e)
+        return [level for level in self._levels(e) if level >= span]
 
-    def _sweep(
-        self, windows: list[slice], limit: float, *, count_stages: bool
-    ) -> dict[Key, NDArray[np.float64]]:
+    def _sweep(self, limit: float, *, count_stages: bool) -> dict[Key, Floats]:
         """Return, for every reachable state, the smallest period or the fewest stages, over its window.
 
         States that end the pipeline have level None and hold the whole graph only.
         """
-        table: dict[Key, NDArray[np.float64]] = {(0, None): np.zeros(1)}
+        windows = [self._window(taken, limit) for taken in range(self.in_use + 1)]
+        self.windows = windows
+        table: dict[Key, Floats] = {(0, None): np.zeros(1)}
+        reached = {0: slice(0, 1)}
         whole = slice(self.last, self.last + 1)
         for e in range(1, self.in_use + 1):
             for d, m in self._stages_before(e):
-                for entering in self._entering(d, e):
-                    before = table.get((d, entering))
-                    if before is None:
-                        continue
-                    if windows[e].stop > windows[e].start:
-                        self._relax(
-                            table, windows[d], before, windows[e], d, m, entering, self._leaving(d, e),
-                            limit, count_stages,
-                        )  # fmt: skip
-                    if e in self._ends():
-                        self._relax(
-                            table, windows[d], before, whole, d, m, entering, (None,), limit, count_stages
-                        )
+                before = {level: table[d, level] for level in self._entering(d, e) if (d, level) in table}
+                if not before or reached[d].start == reached[d].stop:
+                    continue
+                cases = [(windows[e], self._leaving(d, e))]
+                if e in self.ends:
+                    cases.append((whole, (None,)))
+                for outer, leaving in cases:
+                    inner, outer = self._narrowed(windows[d], outer, reached[d], d, e, limit)
+                    if leaving and inner.stop > inner.start and outer.stop > outer.start:
+                        self._relax(table, inner, outer, before, d, m, leaving, limit, count_stages)
+            states = [table[e, level] for level in range(self.problem.levels) if (e, level) in table]
+            finite = np.flatnonzero(np.isfinite(np.minimum.reduce(states or [np.array([np.inf])])))
+            reached[e] = slice(int(finite[0]), int(finite[-1]) + 1) if len(finite) else slice(0, 0)
         return table
 
+    def _narrowed(
+        self, inner: slice, outer: slice, rows: slice, d: int, e: int, limit: float
+    ) -> tuple[slice, slice]:
+        """Leave out cuts before which nothing ends, and those too far apart for the devices between them."""
+        low, high = inner.start + rows.start, inner.start + rows.stop
+        if math.isfinite(limit):
+            span = limit * (self.reach[e] - self.reach[d]) * (1 + 1e-9)
+            slack = 1e-9 * self.seconds[-1]
+            first = self.seconds[min(outer.start, self.last)] - span - slack
+            low = max(low, int(np.searchsorted(self.seconds, first, "left")))
+            if low < high:
+                most = self.seconds[high - 1] + span + slack
+                stop = min(outer.stop, int(np.searchsorted(self.seconds, most, "right")))
+                outer = slice(outer.start, max(stop, outer.start))
+        return slice(low, high), outer
+
     def _relax(
-        self, table: dict[Key, NDArray[np.float64]], inner: slice, before: NDArray[np.float64], outer: slice,
-        d: int, m: int, entering: Level, leaving: Sequence[Level], limit: float, count_stages: bool,
+        self, table: dict[Key, Floats], inner: slice, outer: slice, before: dict[Level, Floats], d: int,
+        m: int, leaving: Sequence[Level], limit: float, count_stages: bool,
     ) -> None:  # fmt: skip
         """Improve the states behind a stage on devices d..d+m-1, for each level at which it may leave."""
-        if not leaving:
-            return
-        rows = np.flatnonzero(np.isfinite(before))
-        if not len(rows):
-            return
-        low, high = int(rows[0]), int(rows[-1]) + 1
-        inner = slice(inner.start + low, inner.start + high)
-        before = before[low:high]
         work = self.pricer.periods(d, m, inner, outer, leaving == (None,))
         np.maximum(work, self.problem.cuts.gaps[inner, outer], out=work)
-        for level in leaving:
-            periods = largest(self.pricer.transfer(d, m, entering, level), inner, outer, work)
-            if count_stages:
-                now = np.where(periods <= limit, before[:, None] + 1.0, np.inf).min(axis=0)
-            else:
-                now = np.maximum(periods, before[:, None]).min(axis=0)
-                now[now > limit] = np.inf
-            key = (d + m, level)
-            if key in table:
-                np.minimum(table[key], now, out=table[key])
-            elif np.isfinite(now).any():
-                table[key] = now
+        offset = self.windows[d].start
+        target = slice(self.last, self.last + 1) if leaving == (None,) else self.windows[d + m]
+        part = slice(outer.start - target.start, outer.stop - target.start)
+        ports = self.problem.ports(d, m)
+        behind = [(level, self.pricer.transfer(ports, level, outer)) for level in leaving]
+        for entering, values in before.items():
+            own = values[inner.start - offset : inner.stop - offset, None]
+            entered = self.pricer.transfer(ports, entering, inner)
+            for level, left in behind:
+                periods = with_transfers(work, entered, left)
+                if count_stages:
+                    now = np.where(periods <= limit, own + 1.0, np.inf).min(axis=0)
+                else:
+                    now = np.maximum(periods, own).min(axis=0)
+                    now[now > limit] = np.inf
+                key = (d + m, level)
+                if key not in table:
+                    table[key] = np.full(target.stop - target.start, np.inf)
+                np.minimum(table[key][part], now, out=table[key][part])
 
-    def _trace(
-        self, windows: list[slice], counts: dict[Key, NDArray[np.float64]], limit: float, end: int
-    ) -> tuple[FoundStage, ...]:
+    def _trace(self, counts: dict[Key, Floats], limit: float, end: int) -> tuple[FoundStage, ...]:
         """Return the stages of the first partition, in the order of ties, that meets the limit."""
         stages: list[FoundStage] = []
-        e, outer, leaving, left = end, self.last, None, counts[end, None][-1]
+        e, outer, leaving, left = end, self.last, None, float(counts[end, None][-1])
         while e:
-            e, outer, leaving, left = self._step_back(windows, counts, limit, e, outer, leaving, left, stages)
+            entering, stage = self._step_back(counts, limit, e, outer, leaving, left)
+            stages.append(stage)
+            e, outer, leaving, left = stage.first, stage.inner, entering, left - 1.0
         return tuple(reversed(stages))
 
     def _step_back(
-        self, windows: list[slice], counts: dict[Key, NDArray[np.float64]], limit: float, e: int, outer: int,
-        leaving: Level, left: float, stages: list[FoundStage],
-    ) -> tuple[int, int, Level, float]:  # fmt: skip
+        self, counts: dict[Key, Floats], limit: float, e: int, outer: int, leaving: Level, left: float
+    ) -> tuple[Level, FoundStage]:
+        """Return the last stage before a state, and the level at which it is entered."""
         column = slice(outer, outer + 1)
         for d, m in self._stages_before(e):
             if leaving is not None and leaving not in self._leaving(d, e):
                 continue
+            inner, ports = self.windows[d], self.problem.ports(d, m)
             for entering in self._entering(d, e):
-                before = counts.get((d, entering))
-                if before is None:
+                if (d, entering) not in counts:
                     continue
-                work = self.pricer.periods(d, m, windows[d], column, leaving is None)
-                np.maximum(work, self.problem.cuts.gaps[windows[d], column], out=work)
-                periods = largest(self.pricer.transfer(d, m, entering, leaving), windows[d], column, work)
-                rows = np.flatnonzero((periods[:, 0] <= limit) & (before == left - 1.0))
+                work = self.pricer.periods(d, m, inner, column, leaving is None)
+                np.maximum(work, self.problem.cuts.gaps[inner, column], out=work)
+                entered = self.pricer.transfer(ports, entering, inner)
+                periods = with_transfers(work, entered, self.pricer.transfer(ports, leaving, column))
+                rows = np.flatnonzero((periods[:, 0] <= limit) & (counts[d, entering] == left - 1.0))
                 if len(rows):
-                    inner = windows[d].start + int(rows[0])
-                    again = self.pricer.recomputes(d, m, inner, outer, leaving is None)
-                    stages.append(FoundStage(inner, outer, d, m, again))
-                    return d, inner, entering, left - 1.0
+                    cut = inner.start + int(rows[0])
+                    again = self.pricer.recomputes(d, m, cut, outer, leaving is None)
+                    return entering, FoundStage(cut, outer, d, m, again)
         raise AssertionError("a state that was reached has no way back")
