@@ -73,7 +73,8 @@ def _live(recording: Recording) -> list[int]:
     found = []
     for i in reversed(range(len(recording.nodes))):
         node = recording.nodes[i]
-        if isinstance(node.target, str) or node.random or needed.intersection(node.makes):
+        writes = any(recording.facts[value.number].storage in node.writes for value in node.reads)
+        if isinstance(node.target, str) or node.random or writes or needed.intersection(node.makes):
             found.append(i)
             needed.update(node.reads)
     return found[::-1]
@@ -99,15 +100,21 @@ def _constants(recording: Recording, parameters: set[str]) -> set[int]:
 
 
 def _behind(row: list[int], recording: Recording, constant: set[int]) -> set[int]:
-    """Return the constant nodes that the nodes of a row depend on."""
-    maker = {value: i for i in constant for value in recording.nodes[i].makes}
+    """Return the constant nodes that the nodes of a row depend on, and those that write to these."""
+    nodes, facts = recording.nodes, recording.facts
+    maker = {value: i for i in constant for value in nodes[i].makes}
+    writers: dict[int, list[int]] = {}
+    for i in constant:
+        for storage in nodes[i].writes:
+            writers.setdefault(storage, []).append(i)
     found: set[int] = set()
-    todo = [maker[v] for i in row for v in recording.nodes[i].reads if v in maker]
+    todo = [maker[v] for i in row for v in nodes[i].reads if v in maker]
     while todo:
         i = todo.pop()
         if i not in found:
             found.add(i)
-            todo += [maker[v] for v in recording.nodes[i].reads if v in maker]
+            todo += [maker[v] for v in nodes[i].reads if v in maker]
+            todo += [w for v in nodes[i].makes for w in writers.get(facts[v.number].storage, ())]
     return found
 
 

@@ -134,6 +134,9 @@ class _Recorder(TorchFunctionMode):
         made = self._made_by[value.number]
         written_by, newest = self._last_write.get(storage_id(tensor), (-1, tensor))
         if written_by <= made:
+            same = tensor.requires_grad == self.recording.facts[value.number].requires_grad
+            if not same and storage_id(tensor) not in self.observer.writes:
+                raise CannotFollow(self.path, "a custom autograd function computes a tensor")
             return value
         if _same_window(newest, tensor):
             return self._values[id(newest)]
@@ -266,8 +269,9 @@ class _Recorder(TorchFunctionMode):
 
     def leave_leaf(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
         """It returns ``out``."""
+        out = self._add(path, args, kwargs, out)
         self._leaf = None
-        return self._add(path, args, kwargs, out)
+        return out
 
     def run_for_real(
         self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any], reason: BaseException
