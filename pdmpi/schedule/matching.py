@@ -58,10 +58,11 @@ def streams(program: Program, op: Op) -> dict[Stream, Indices]:
     """
     sending = op in (Op.POST_SEND, Op.WAIT_SEND)
     found: dict[Stream, Indices] = {}
+    num_ranks = program.topology.num_ranks
     for rank, rows in enumerate(program.rows):
         at = np.flatnonzero(rows[:, 0] == op)
         channel, peer = rows[at, 3].astype(np.int64), rows[at, 4].astype(np.int64)
-        key = channel * program.topology.num_ranks + peer
+        key = channel * num_ranks + peer
         order = np.argsort(key, kind="stable")
         for part in np.split(order, np.flatnonzero(np.diff(key[order])) + 1):
             if len(part):
