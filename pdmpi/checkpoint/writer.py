@@ -107,6 +107,11 @@ class CheckpointWriter:
         self._prepare(start)
 
     @property
+    def writers(self) -> tuple[int, ...]:
+        """Ranks that pass a snapshot."""
+        return self._writers
+
+    @property
     def duration_s(self) -> float:
         """Seconds of the last complete checkpoint from `save` to its final name; equal on all ranks."""
         return self._duration_s

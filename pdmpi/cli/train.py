@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import socket
 from pathlib import Path
 
 import click
 from rich.table import Table
 
+from pdmpi.checkpoint.lock import RunLock
 from pdmpi.cli.output import Progress, emit, human_seconds, json_option, table
+from pdmpi.cli.tables import shape_of
 from pdmpi.config.load import load_config
 from pdmpi.config.run import RunConfig
 from pdmpi.plan.plan import Plan
@@ -19,6 +23,9 @@ from pdmpi.runtime.report import MetricsFile, SegmentReport
 from pdmpi.schedule.registry import program_of
 from pdmpi.simulate.costs import costs_of
 from pdmpi.simulate.engine import simulate
+from pdmpi.slurm.commands import end_time
+from pdmpi.slurm.environment import JobEnvironment
+from pdmpi.slurm.signals import StopRequest
 
 __all__ = ["command"]
 
@@ -27,42 +34,90 @@ __all__ = ["command"]
 @click.argument("config", type=click.Path(path_type=Path))
 @click.option("--plan", "plan_path", required=True, type=click.Path(path_type=Path), help="PLAN.h5 to run.")
 @click.option("--run-dir", type=click.Path(path_type=Path), help="Instead of [output] run_dir.")
+@click.option("--resume", default="none", show_default=True, metavar="auto|none|PATH",
+              help="Go on from the newest good checkpoint of the run, from nothing, or from this one.")
+@click.option("--init", type=click.Path(path_type=Path), help="Start from this safetensors file.")
+@click.option("--replan", type=click.Choice(["never", "auto"]), default="never", show_default=True,
+              help="Plan again if another number of ranks was started than the plan is for.")
 @json_option
-def command(config: Path, plan_path: Path, run_dir: Path | None, as_json: bool) -> None:
+def command(
+    config: Path, plan_path: Path, run_dir: Path | None, resume: str, init: Path | None, replan: str,
+    as_json: bool,
+) -> None:  # fmt: skip
     """Train the model of CONFIG as a plan says, under mpirun or srun.
 
     Progress goes to stderr, the result to stdout; metrics.jsonl in the run directory holds
-    the loss of every microbatch.
+    the loss of every microbatch, checkpoints/ what --resume and pdmpi export read.
+
+    Signals (USR1, USR2, TERM) and the batch job's time limit checkpoint the run and end it
+    with exit code 75; the same command goes on from there.
 
     \b
     Examples:
       mpirun -n 4 pdmpi train configs/digits.toml --plan plan.h5
       srun --mpi=pmix pdmpi train run.toml --plan plan.h5 --run-dir $SCRATCH/run1
-      pdmpi train run.toml --plan one-rank.h5 --json
+      mpirun -n 3 pdmpi train run.toml --plan plan-of-4.h5 --resume auto --replan auto
+      pdmpi train run.toml --plan one-rank.h5 --resume none --init model.safetensors --json
     """
     run = load_config(config)
     from pdmpi.runtime.agree import from_rank_0
+    from pdmpi.runtime.keeper import Keeper
+    from pdmpi.runtime.replan import fits
+    from pdmpi.runtime.replan import replan as planned_again
     from pdmpi.runtime.setup import label_of, load_datasets
-    from pdmpi.runtime.trainer import Position, Trainer
+    from pdmpi.runtime.trainer import Trainer
     from pdmpi.runtime.watch import Watch
     from pdmpi.transport.mpi import MpiTransport
 
+    job = JobEnvironment.of(os.environ)
+    signals = run.checkpoint.signals if run.checkpoint.enabled else ()
     transport = MpiTransport(run.runtime.stall_timeout_s)
-    plan = plan_from_bytes(from_rank_0(transport, lambda: plan_to_bytes(load_plan(plan_path))))
-    label = label_of(plan, transport.rank) or "no stage"
-    with Watch(transport, label) as watch:
-        transport.describe = watch.describe
-        datasets = load_datasets(run)
-        shown = _Shown(run, plan, run_dir or Path(run.output.run_dir), transport.rank == 0)
-        trainer = Trainer(run, plan, transport, datasets, shown)
-        shown.open(trainer.minibatches, watch.describe)
-        position = Position()
-        for epoch in range(trainer.epochs):
-            position = trainer.epoch(position)
-            if run.train.evaluate_every and (epoch + 1) % run.train.evaluate_every == 0:
-                trainer.evaluate(epoch)
-        shown.close(as_json)
+    is_first = transport.rank == 0
+    limit = end_time(job, os.environ) if is_first else None
+    notice = _say if is_first else _mute
+    with (
+        contextlib.ExitStack() as held,
+        StopRequest(signals, deadline_unix_s=limit, margin_s=run.checkpoint.margin_s, notice=notice) as stop,
+    ):
+        plan = plan_from_bytes(from_rank_0(transport, lambda: plan_to_bytes(load_plan(plan_path))))
+        if replan == "auto" and not fits(plan, transport.size):
+            plan = planned_again(plan, transport)
+            notice(f"planned again for {transport.size} ranks: {shape_of(plan)}")
+        directory = run_dir or Path(run.output.run_dir)
+        from_rank_0(transport, lambda: _lock(directory, job, held))
+        label = label_of(plan, transport.rank) or "no stage"
+        with Watch(transport, label) as watch:
+            transport.describe = watch.describe
+            shown = _Shown(run, plan, directory, is_first)
+            trainer = Trainer(run, plan, transport, load_datasets(run), shown)
+            keeper = Keeper(
+                run, plan, trainer, transport, run_dir=directory, job=job, stop=stop, notice=shown.notice
+            )
+            position = keeper.start(resume, init)
+            shown.open(trainer.minibatches, position.total)
+            while position.epoch < trainer.epochs:
+                epoch = position.epoch
+                position = trainer.epoch(position, keeper.drained)
+                if run.train.evaluate_every and (epoch + 1) % run.train.evaluate_every == 0:
+                    trainer.evaluate(epoch)
+            keeper.finish(position)
+            shown.close(as_json)
     transport.close()
+
+
+def _lock(directory: Path, job: JobEnvironment, held: contextlib.ExitStack) -> bytes:
+    """Keep other jobs out; after a requeue, wait for what is left of the earlier start to go."""
+    lock = RunLock(directory, job=job.job, wait_s=60.0 if job.restarts else 0.0, notice=_say)
+    held.callback(lock.release)
+    return b""
+
+
+def _say(line: str) -> None:
+    click.echo(f"pdmpi: {line}", err=True)
+
+
+def _mute(line: str) -> None:
+    """Leave it to rank 0 to say."""
 
 
 class _Shown:
@@ -76,7 +131,7 @@ class _Shown:
         self._reports: list[SegmentReport] = []
         self._score: Score | None = None
 
-    def open(self, minibatches: int, describe: object) -> None:
+    def open(self, minibatches: int, trained: int) -> None:
         """Start the metrics file and the progress bar."""
         if not self._is_shown:
             return
@@ -87,6 +142,7 @@ class _Shown:
             ranks=self._plan.num_ranks,
             host=socket.gethostname(),
             minibatch_size=self._run.train.minibatch_size,
+            minibatches=trained,
         )
         total = self._run.train.steps or (self._run.train.epochs or 0) * minibatches
         self._minibatches = minibatches
@@ -95,7 +151,7 @@ class _Shown:
 
     def notice(self, text: str) -> None:
         """Print a line."""
-        click.echo(f"pdmpi: {text}", err=True)
+        _say(text)
 
     def progress(self, epoch: int, done: int, total: int, loss: float) -> None:
         """Move the bar."""
@@ -117,7 +173,12 @@ class _Shown:
             duration_s=report.duration_s,
             samples_per_s=report.samples_per_s,
             ranks=[
-                {"label": r.label, "compute_s": r.compute_s, "wait_s": r.wait_s, "instructions": r.instructions}
+                {
+                    "label": r.label,
+                    "compute_s": r.compute_s,
+                    "wait_s": r.wait_s,
+                    "instructions": r.instructions,
+                }
                 for r in report.ranks
             ],
         )
@@ -138,6 +199,10 @@ class _Shown:
         if not self._is_shown:
             return
         self._bar.__exit__(None, None, None)
+        if not self._reports:
+            self._metrics.close()
+            emit({"samples": 0, "run_dir": self._run_dir}, f"{self._run_dir}: trained already", as_json)
+            return
         samples = sum(r.samples for r in self._reports)
         seconds = sum(r.duration_s for r in self._reports)
         predicted = self._predicted_s()

@@ -70,12 +70,15 @@ class Player:
         self._scale = scale
         self._feed: Feed | None = None
         self._criterion: Criterion | None = None
+        self._first = 0
         self._saved: dict[int, _Saved] = {}
         self._fed: dict[int, Batch] = {}
         self.losses: dict[int, float] = {}
         self._leaves = _leaves(boundary)
 
-    def begin(self, training: bool, feed: Feed | None, criterion: Criterion | None) -> None:
+    def begin(
+        self, training: bool, feed: Feed | None, criterion: Criterion | None, first: int = 0
+    ) -> None:
         """Prepare for a program.
 
         Parameters
@@ -86,11 +89,15 @@ class Player:
             Where the stage reads the model's inputs or targets, if it reads any.
         criterion
             At the last stage: the loss of a microbatch.
+        first
+            Microbatches of the run before this program, so that random masks differ between
+            programs and not between a run and its resumption.
         """
         assert not self._saved, "a program ends drained"
         self.module.train(training)
         self._feed = feed
         self._criterion = criterion
+        self._first = first
         self._fed.clear()
         self.losses.clear()
 
@@ -196,7 +203,7 @@ class Player:
         fed = self._fed.get(k, _NOTHING_FED)
         with torch.set_grad_enabled(keep):
             leaves = {ref: slots[inputs] for ref, slots in self._leaves.items()}
-            outputs = self.module({**fed.inputs, **leaves}, k, recompute)
+            outputs = self.module({**fed.inputs, **leaves}, self._first + k, recompute)
             loss = None if self._criterion is None else self._criterion(outputs, fed.target, k)
         return _Saved(leaves, outputs, loss)
 

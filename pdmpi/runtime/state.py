@@ -102,10 +102,10 @@ def restore(
     with torch.no_grad():
         for name, tensor in entries.items():
             tensor.copy_(tensor_of(stored[name]))
-        for name, master in masters.items() if optimizer is not None else ():
-            if name in entries:
-                master.copy_(tensor_of(stored[name]))
-            assert optimizer is not None
+        for name, master in masters.items():
+            master.copy_(tensor_of(stored[name]))
+            if optimizer is None:
+                continue
             state = {k: tensor_of(array).clone() for k, array in snapshot.optimizer.get(name, {}).items()}
             # Scalars such as Adam's step stay on the host, where torch.optim keeps them.
             optimizer.state[master] = {

@@ -128,7 +128,7 @@ class Trainer:
         left = self.minibatches - position.minibatch
         if self.config.train.steps is not None:
             left = min(left, self.config.train.steps - position.total)
-            left -= left % self._quantum
+        left = max(left - left % self._quantum, 0)
         for size in segments(left, self.config.checkpoint.every_minibatches, self._quantum):
             self._train(order, position, size)
             position = Position(position.epoch, position.minibatch + size, position.total + size)
@@ -187,6 +187,7 @@ class Trainer:
             checked,
             self._datasets.train,
             order[start : start + samples],
+            first=position.total * self.config.schedule.microbatches,
             training=True,
             criterion=lambda values, target, _: loss(unflatten(values), target),
             progress=progress if self._transport.rank == 0 else None,
@@ -214,6 +215,7 @@ class Trainer:
         *,
         training: bool,
         criterion: Criterion,
+        first: int = 0,
         progress: Callable[[int], None] | None = None,
     ) -> Executor:
         for stage, player in self.rank.players.items():
@@ -221,6 +223,7 @@ class Trainer:
                 training,
                 self._feed(checked, stage, dataset, order),
                 criterion if self.rank.computes_loss[stage] else None,
+                first,
             )
         executor = Executor(checked, self._transport.rank, self.rank.players, self.rank.mailbox, progress)
         self._transport.barrier()
