@@ -65,6 +65,8 @@ def parse(text: str) -> Program:
     InputError
         Naming the line that is no part of a program.
     """
+    if not text.strip():
+        raise InputError("no text of a program: the file is empty")
     reader = _Reader()
     for number, line in enumerate(text.splitlines(), start=1):
         try:

@@ -2,8 +2,8 @@
 
 Four microbatches on three stages, a backward twice as long as a forward::
 
-    F0 F1 F2 F3 .  .  .  .  B3 -  B2 -  B1 -  B0 -
-    .  F0 F1 F2 F3 .  B3 -  B2 -  B1 -  B0 -  .  .
+    F0 F1 F2 F3 .  .  .  .  .  .  B3 -  B2 -  B1 -  B0 -
+    .  F0 F1 F2 F3 .  .  .  B3 -  B2 -  B1 -  B0 -  .  .
     .  .  F0 F1 F2 F3 B3 -  B2 -  B1 -  B0 -  .  .  .  .
 
 Backwards run last to first, so the last microbatch never needs a recomputation.

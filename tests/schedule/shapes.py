@@ -43,7 +43,10 @@ def with_skips(draw: st.DrawFn, topology: Topology) -> Topology:
 
 @st.composite
 def cases(
-    draw: st.DrawFn, names: tuple[str, ...] = tuple(SCHEDULES), max_stages: int = 6, max_microbatches: int = 40
+    draw: st.DrawFn,
+    names: tuple[str, ...] = tuple(SCHEDULES),
+    max_stages: int = 6,
+    max_microbatches: int = 40,
 ) -> tuple[ScheduleChoice, Topology, int]:
     """A schedule's choice, a topology that it takes, and a number of minibatches."""
     name = draw(st.sampled_from(names))
@@ -53,7 +56,9 @@ def cases(
     elif name == "model-parallel":
         topology = straight(*[1] * draw(st.integers(1, max_stages)))
     elif name == "interleaved":
-        topology = loop(draw(st.integers(1, 3)), draw(st.integers(1, max_stages // 2)), draw(st.integers(1, 2)))
+        topology = loop(
+            draw(st.integers(1, 3)), draw(st.integers(1, max_stages // 2)), draw(st.integers(1, 2))
+        )
     elif name == "zb-v":
         topology = vee(draw(st.integers(1, max_stages // 2)), draw(st.integers(1, 2)))
     else:
@@ -62,7 +67,9 @@ def cases(
         topology = draw(with_skips(topology))
     unit = topology.round
     extra = draw(st.integers(0, 2)) if name in WITH_DEPTH else 0
-    microbatches = 1 if name in ASYNCHRONOUS else unit * draw(st.integers(1, max(1, max_microbatches // unit)))
+    microbatches = (
+        1 if name in ASYNCHRONOUS else unit * draw(st.integers(1, max(1, max_microbatches // unit)))
+    )
     if name == "2bw":
         total = sum(topology.replicas) + extra + max(topology.replicas)
         microbatches = max(microbatches, -(-total // unit) * unit)

@@ -244,5 +244,7 @@ def run(program: Program, seed: int = 0, rendezvous: bool = True) -> dict:
             backwards = 1 if program.microbatches_per_update[stage] else 0
             for letter, due in (("F", 1), ("B", backwards), ("W", backwards)):
                 if machine.counts[letter, stage, k] != due:
-                    raise Wrong(f"{letter} of microbatch {k} at stage {stage}: {machine.counts[letter, stage, k]}")
+                    raise Wrong(
+                        f"{letter} of microbatch {k} at stage {stage}: {machine.counts[letter, stage, k]}"
+                    )
     return updates

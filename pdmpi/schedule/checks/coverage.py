@@ -40,6 +40,7 @@ def check_sequence(part: Part) -> Iterator[Violation]:
     yield from _after(part, forward, again, "recomputation")
     yield from _after(part, again, backward, "backward")
     yield from _same(part, "saved", again, backward, again.there & backward.there)
+    yield from _same(part, "input", forward, again, forward.there & again.there)
     kept = forward.there & (forward["saved"] != NO_SLOT)
     yield from _same(part, "saved", forward, backward, kept & backward.there)
     if part.split:
