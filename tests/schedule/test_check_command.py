@@ -22,8 +22,7 @@ def plan(tmp_path):
 
 
 def run(*arguments):
-    result = CliRunner().invoke(command, [str(a) for a in arguments])
-    return result
+    return CliRunner().invoke(command, [str(a) for a in arguments])
 
 
 def test_a_sound_plan(plan):
