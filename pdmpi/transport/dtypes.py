@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from pdmpi.errors import InputError, nearest
 from pdmpi.transport.base import Bytes
 
-__all__ = ["SUM_DTYPES", "needs_widening", "round_into", "summed_view", "widened"]
+__all__ = ["SUM_DTYPES", "known_sum", "needs_widening", "round_into", "summed_view", "widened"]
 
 SUM_DTYPES: Mapping[str, str] = {
     "float32": "float32",
@@ -71,3 +71,21 @@ def round_into(wide: NDArray[Any], dtype: str, buffer: Bytes) -> None:
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16
     quiet = (bits >> 16) | 0x40
     buffer.view(np.uint16)[...] = np.where(np.isnan(wide.view(np.float32)), quiet, rounded)
+
+
+def known_sum(dtype: str, num_ranks: int, place: int) -> tuple[Bytes, Bytes]:
+    """Return what rank ``place`` of a group brings to a trial of a sum, and what the sum must be."""
+    pattern = np.resize(np.array([1.0, 2.0, 3.0, 0.0]), 1031)
+    weights = [1 + index % 3 for index in range(num_ranks)]
+    return _as_bytes(pattern * weights[place], dtype), _as_bytes(pattern * sum(weights), dtype)
+
+
+def _as_bytes(values: NDArray[Any], dtype: str) -> Bytes:
+    narrow = values.astype(np.dtype(SUM_DTYPES[dtype]))
+    wide = needs_widening(dtype)
+    buffer: Bytes = np.empty(2 * values.size if wide else narrow.nbytes, np.uint8)
+    if wide:
+        round_into(narrow, dtype, buffer)
+    else:
+        summed_view(buffer, dtype)[...] = narrow
+    return buffer

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from pdmpi.errors import InputError, PdmpiError, RankFailure
 from pdmpi.transport.base import Bound, Bytes, Request
-from pdmpi.transport.dtypes import SUM_DTYPES, needs_widening, round_into, summed_view, widened
+from pdmpi.transport.dtypes import SUM_DTYPES, known_sum, needs_widening, round_into, summed_view, widened
 from pdmpi.transport.launcher import check_world_size
 from pdmpi.transport.progress import Progress
 
@@ -66,6 +66,7 @@ class Operation:
         """Start it (again) once ``ready()`` says so; such operations start in the order of their posting."""
         self._activate()
         self._owner.defer(self, ready)
+        self._owner.start_ready()
         return self
 
     def wait(self) -> None:
@@ -90,10 +91,10 @@ class Operation:
         self._owner.progress.started()
 
     def _test(self) -> bool:
-        if not self._started:
+        if self._owner.deferred:
             self._owner.start_ready()
-            if not self._started:
-                return False
+        if not self._started:
+            return False
         if self._error is not None:
             raise self._error
         try:
@@ -216,6 +217,8 @@ class MpiTransport:
         Longest wait for one transfer, in seconds; then `RankFailure` is raised.
     max_message_bytes
         Longer messages go in parts.
+    polling
+        Options of `Progress`.
 
     Raises
     ------
@@ -223,7 +226,9 @@ class MpiTransport:
         If the launcher started several processes that each are a world of their own.
     """
 
-    def __init__(self, stall_timeout_s: float = 300.0, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
+    def __init__(
+        self, stall_timeout_s: float = 300.0, *, max_message_bytes: int = MAX_MESSAGE_BYTES, **polling: Any
+    ) -> None:
         world = MPI.COMM_WORLD
         check_world_size(world.Get_size(), library(), os.environ)
         self._rank, self._size = world.Get_rank(), world.Get_size()
@@ -235,9 +240,9 @@ class MpiTransport:
         self._control = world.Dup()
         self._idle = world.Dup()
         self._groups: dict[tuple[int, ...], MPI.Comm | None] = {}
-        self._deferred: deque[tuple[Operation, Callable[[], bool]]] = deque()
+        self.deferred: deque[tuple[Operation, Callable[[], bool]]] = deque()
         self._lock = threading.Lock()
-        self.progress = Progress(self._poke if concurrent() else None, stall_timeout_s)
+        self.progress = Progress(self._poke if concurrent() else None, stall_timeout_s, **polling)
 
     @property
     def rank(self) -> int:
@@ -279,11 +284,11 @@ class MpiTransport:
         """Return a buffer of zeros that transfers are fast from."""
         return np.zeros(nbytes, np.uint8)
 
-    def post_send(self, buffer: Bytes, peer: int, tag: int, stream: int) -> Operation:
+    def post_send(self, buffer: Bytes, peer: int, tag: int, stream: int) -> Request:
         """Start to send."""
         return self._transfer(buffer, peer, tag, self._streams[stream], sending=True)
 
-    def post_recv(self, buffer: Bytes, peer: int, tag: int, stream: int) -> Operation:
+    def post_recv(self, buffer: Bytes, peer: int, tag: int, stream: int) -> Request:
         """Start to receive."""
         return self._transfer(buffer, peer, tag, self._streams[stream], sending=False)
 
@@ -293,14 +298,17 @@ class MpiTransport:
 
     def bind_send(self, buffer: Bytes, peer: int, tag: int, stream: int) -> Bound:
         """Return a repeatable `post_send`."""
-        return Transfer(self, self._streams[stream], buffer, peer, tag, sending=True, persistent=True)
+        return self._persistent(buffer, peer, tag, stream, sending=True)
 
     def bind_recv(self, buffer: Bytes, peer: int, tag: int, stream: int) -> Bound:
         """Return a repeatable `post_recv`."""
-        return Transfer(self, self._streams[stream], buffer, peer, tag, sending=False, persistent=True)
+        return self._persistent(buffer, peer, tag, stream, sending=False)
 
     def bind_allreduce(self, buffer: Bytes, dtype: str, ranks: Sequence[int]) -> Bound:
         """Return a repeatable `post_allreduce`."""
+        return self._sum(buffer, dtype, ranks)
+
+    def _sum(self, buffer: Bytes, dtype: str, ranks: Sequence[int]) -> Sum:
         key = tuple(ranks)
         if key not in self._groups:
             raise InputError(f"ranks {list(key)} are no prepared group; prepared: {sorted(self._groups)}")
@@ -355,17 +363,17 @@ class MpiTransport:
     def defer(self, operation: Operation, ready: Callable[[], bool]) -> None:
         """Start an operation once its buffer is ready, after those deferred before."""
         with self._lock:
-            self._deferred.append((operation, ready))
+            self.deferred.append((operation, ready))
 
     def start_ready(self) -> None:
         """Start what is ready; called by either thread."""
         with self._lock:
-            while self._deferred and self._deferred[0][1]():
-                self._deferred.popleft()[0].start()
+            while self.deferred and self.deferred[0][1]():
+                self.deferred.popleft()[0].start()
 
     def _poke(self) -> None:
         """Let all of MPI's requests progress, by looking for a message that nobody sends."""
-        if self._deferred:
+        if self.deferred:
             self.start_ready()
         self._idle.Iprobe(self._rank, 0)
 
@@ -384,17 +392,15 @@ class MpiTransport:
 
     def _check_sum(self, ranks: tuple[int, ...], dtype: str) -> None:
         """Sum values that are known on every rank."""
-        place = ranks.index(self.rank)
-        pattern = np.resize(np.array([1.0, 2.0, 3.0, 0.0]), 1031)
-        numpy_type = np.dtype(SUM_DTYPES[dtype])
-        weights = [1 + index % 3 for index in range(len(ranks))]
-        buffer = _narrow((pattern * weights[place]).astype(numpy_type), dtype)
-        expected = _narrow((pattern * sum(weights)).astype(numpy_type), dtype)
+        buffer, expected = known_sum(dtype, len(ranks), ranks.index(self.rank))
         self.post_allreduce(buffer, dtype, ranks).wait()
         if not np.array_equal(buffer, expected):
             raise PdmpiError(
                 f"{library()} sums {dtype} wrongly over ranks {list(ranks)}; use another MPI library"
             )
+
+    def _persistent(self, buffer: Bytes, peer: int, tag: int, stream: int, *, sending: bool) -> Transfer:
+        return Transfer(self, self._streams[stream], buffer, peer, tag, sending=sending, persistent=True)
 
     def _transfer(
         self, buffer: Bytes, peer: int, tag: int, comm: MPI.Intracomm, *, sending: bool
@@ -422,17 +428,6 @@ def _parts(values: NDArray[Any], max_bytes: int) -> list[NDArray[Any]]:
     assert values.flags.c_contiguous
     step = max(1, max_bytes // values.itemsize)
     return [values[start : start + step] for start in range(0, max(1, values.size), step)]
-
-
-def _narrow(values: NDArray[Any], dtype: str) -> Bytes:
-    """Return values as the bytes of a dtype."""
-    wide = needs_widening(dtype)
-    buffer: Bytes = np.empty(2 * values.size if wide else values.nbytes, np.uint8)
-    if wide:
-        round_into(values, dtype, buffer)
-    else:
-        summed_view(buffer, dtype)[...] = values
-    return buffer
 
 
 def _reason(error: MPI.Exception) -> str:

@@ -14,8 +14,7 @@ from pdmpi.errors import PdmpiError
 
 __all__ = ["Progress"]
 
-_SPIN_S = 50e-6
-_MIN_SLEEP_S, _MAX_SLEEP_S = 20e-6, 1e-3
+_MIN_SLEEP_S = 20e-6
 _BACKOFF = 0.1
 """A wait sleeps for this part of the time that it has waited, so it ends late by at most that part."""
 
@@ -30,11 +29,28 @@ class Progress:
         the library may be called by one thread only.
     stall_timeout_s
         Longest wait for one request, in seconds.
+    spin_s
+        How long a wait tests without sleeping.
+    max_sleep_s
+        Longest sleep between two tests.
+    on_thread
+        Called by the second thread before all else.
     """
 
-    def __init__(self, poke: Callable[[], object] | None, stall_timeout_s: float) -> None:
+    def __init__(
+        self,
+        poke: Callable[[], object] | None,
+        stall_timeout_s: float,
+        *,
+        spin_s: float = 50e-6,
+        max_sleep_s: float = 1e-3,
+        on_thread: Callable[[], object] = lambda: None,
+    ) -> None:
         self.stall_timeout_s = stall_timeout_s
         self._poke = poke
+        self._spin_s = spin_s
+        self._max_sleep_s = max_sleep_s
+        self._on_thread = on_thread
         self._outstanding = 0
         self._wanted = threading.Event()
         self._waiting = False
@@ -78,13 +94,14 @@ class Progress:
             if test():
                 return
             waited = time.monotonic() - begin
-            if waited < _SPIN_S:
+            if waited < self._spin_s:
                 continue
             if waited > self.stall_timeout_s:
                 raise stalled()
-            time.sleep(min(max(_BACKOFF * waited, _MIN_SLEEP_S), _MAX_SLEEP_S))
+            time.sleep(min(max(_BACKOFF * waited, _MIN_SLEEP_S), self._max_sleep_s))
 
     def _run(self) -> None:
+        self._on_thread()
         while not self._ended:
             if self._outstanding == 0:
                 self._wanted.clear()
@@ -93,4 +110,4 @@ class Progress:
             if not self._waiting and self._poke is not None:
                 self._poke()
             time.sleep(self._sleep_s)
-            self._sleep_s = min(2 * self._sleep_s, _MAX_SLEEP_S)
+            self._sleep_s = min(2 * self._sleep_s, self._max_sleep_s)

