@@ -14,6 +14,7 @@ from pdmpi.errors import PdmpiError
 from pdmpi.schedule.program import Instruction, Program
 from pdmpi.simulate.costs import Costs
 from pdmpi.simulate.events import EventGraph, event_graph
+from pdmpi.simulate.lookahead import Lookahead
 from pdmpi.simulate.matching import ALWAYS, NUM_CONSTANT_EVENTS, Ints
 from pdmpi.simulate.timeline import Timeline, Transfers
 
@@ -81,6 +82,7 @@ class _Run:
         self._free = np.zeros(graph.num_links + 1, np.int64)
         self._owner = np.zeros(graph.num_links + 1, np.int64)
         self._pending = np.zeros(0, np.int64)
+        self._lookahead = Lookahead(graph)
 
     @property
     def blocked(self) -> Ints:
@@ -127,19 +129,15 @@ class _Run:
             self._pending = np.concatenate([self._pending, ready[contended]])
 
     def _release(self) -> None:
-        """Let those pending messages start that nothing still to come can be ahead of.
-
-        All ranks are blocked, so whatever becomes ready from here on does so no sooner than
-        the first pending message can end.
-        """
-        waiting = self._pending
-        ready = self.ready[waiting]
+        """Let those pending messages happen that nothing still to come can be ahead of."""
+        ready = self.ready[self._pending]
+        order = np.lexsort((self._pending, ready))
+        waiting, ready = self._pending[order], ready[order]
         free = self._free[self._graph.links[waiting]].max(axis=1)
-        horizon = (np.maximum(ready, free) + self._graph.duration[waiting]).min()
-        chosen = ready <= max(horizon - 1, ready.min())
-        events = waiting[chosen]
-        self._pending = waiting[~chosen]
-        self._take_links(events[np.lexsort((events, ready[chosen]))])
+        end = np.maximum(ready, free) + self._graph.duration[waiting]
+        able = self._lookahead.unopposed(waiting, ready, end, self._segment)
+        self._pending = waiting[~able]
+        self._take_links(waiting[able])
 
     def _take_links(self, events: Ints) -> None:
         """Let messages happen, in this order on every link that several of them need."""

@@ -159,7 +159,7 @@ class _Durations:
         self._buckets = np.array([costs.buckets(stage) for stage in range(len(costs.stages))])
         self._by_speed: dict[float, Ints] = {}
         slowest = max(stage.seconds(op) for stage in costs.stages for op in Op) / min(costs.speeds)
-        longest = slowest * sum(map(len, program.rows)) + events_s
+        longest = slowest * (1 + sum(map(len, program.rows))) + events_s
         self.tick_s = math.ldexp(1.0, math.frexp(longest)[1] - _TICK_BITS)
 
     def ticks(self, seconds: NDArray[np.float64]) -> Ints:
