@@ -49,6 +49,16 @@ class Snapshot:
                 return name
         return None
 
+    def swapped(self, path: str) -> bool:
+        """Whether parameters of the module at ``path``, or of one inside, are not the ones they were."""
+        for inner, module in self._modules.items():
+            if inner == path or inner.startswith(f"{path}."):
+                before = self._inside[inner, "_parameters"]
+                assert isinstance(before, dict)
+                if any(module._parameters.get(name) is not value for name, value in before.items()):
+                    return True
+        return False
+
     def restore(self) -> None:
         """Put everything back."""
         for path, module in self._modules.items():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pdmpi.model.deferred import META, storage_id, written
 from pdmpi.model.tree import map_tree, tensors_of
 
-__all__ = ["Observer", "place_of", "stand_in"]
+__all__ = ["Observer", "OneStep", "place_of", "stand_in"]
 
 
 class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -61,6 +63,32 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if makes or isinstance(kwargs.get("device"), torch.device):
             kwargs["device"] = META
         return func(*map_tree(stand_in, args), **map_tree(stand_in, kwargs))
+
+
+@dataclass(frozen=True, slots=True)
+class OneStep:
+    """The forward of a recurrent layer, run for one time step and stretched to all of them.
+
+    On ``meta`` tensors torch runs such a layer step by step, which takes long and tells
+    nothing more.
+    """
+
+    forward: Callable[..., Any]
+    batch_first: bool
+
+    def __deepcopy__(self, memo: Any) -> OneStep:
+        return self
+
+    def __call__(self, x: Any, hx: Any = None) -> Any:
+        """Return what the layer returns; see `torch.nn.LSTM`."""
+        if not isinstance(x, Tensor) or x.device.type != "meta":
+            return self.forward(x, hx)
+        dim = 1 if self.batch_first and x.dim() == 3 else 0
+        steps = x.shape[dim]
+        if steps < 2:
+            return self.forward(x, hx)
+        out, state = self.forward(x.narrow(dim, 0, 1), hx)
+        return torch.cat([out] * steps, dim), state
 
 
 def stand_in(leaf: Any) -> Any:

@@ -30,7 +30,7 @@ from pdmpi.model.attributes import Snapshot, tensor_paths
 from pdmpi.model.constants import Constants
 from pdmpi.model.deferred import Tape, storage_id
 from pdmpi.model.materialise import Materialiser
-from pdmpi.model.meta import Observer, place_of, stand_in
+from pdmpi.model.meta import Observer, OneStep, place_of, stand_in
 from pdmpi.model.recording import Attribute, CannotFollow, Constant, Fact, Node, Recording, Value
 from pdmpi.model.tree import map_tree, tensors_of
 
@@ -237,6 +237,8 @@ class _Recorder(TorchFunctionMode):
         inside: list[str] = []
         try:
             for path, module in self._module.named_modules():
+                if isinstance(module, nn.RNNBase):
+                    module.__dict__["forward"] = OneStep(module.forward, module.batch_first)
                 if any(path.startswith(leaf) for leaf in inside):
                     continue
                 leaf = self._is_leaf(path, module)
@@ -262,8 +264,10 @@ class _Recorder(TorchFunctionMode):
         """It returns."""
         self._frames.pop()
 
-    def enter_leaf(self, module: nn.Module) -> None:
+    def enter_leaf(self, path: str, module: nn.Module) -> None:
         """A leaf is called."""
+        if self._snapshot.swapped(path):
+            raise CannotFollow(self.path, f"it calls {path!r} with other parameters than its own")
         self._leaf = module
         self.observer.reset()
 
@@ -330,7 +334,7 @@ class _Hooks:
         self.recorder.leave()
 
     def enter_leaf(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.recorder.enter_leaf(module)
+        self.recorder.enter_leaf(self.path, module)
 
     def leave_leaf(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
         return self.recorder.leave_leaf(self.path, args, kwargs, out)
