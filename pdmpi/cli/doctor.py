@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
+import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import click
@@ -14,6 +18,7 @@ from rich.console import RenderableType
 
 from pdmpi.cli.output import emit, human_seconds, json_option, table
 from pdmpi.transport.base import Transport
+from pdmpi.transport.device import choose_device, load_ucx
 from pdmpi.transport.launcher import launched_size, local_rank
 from pdmpi.transport.links import Link, link_pairs, measure_links
 from pdmpi.transport.survey import Finding, mpi_finding, survey
@@ -44,23 +49,69 @@ def command(as_json: bool) -> None:
 
 
 def _examine_job(as_json: bool) -> None:
+    with tempfile.TemporaryDirectory(prefix="pdmpi-ucx-") as logs:
+        os.environ.setdefault("UCX_LOG_LEVEL", "info")
+        os.environ.setdefault("UCX_LOG_FILE", f"{logs}/ucx.%p.log")
+        transport, links, notes = _measure()
+        carriers = sorted(
+            {name for log in Path(logs).glob("ucx.*.log") for name in _carriers(log.read_text())}
+        )
     from pdmpi.transport import mpi
 
-    transport = mpi.MpiTransport(_STALL_TIMEOUT_S)
     findings = []
     if not local_rank(os.environ):  # one a host
         findings = [mpi_finding(lambda: (mpi.library(), mpi.concurrent())), *survey()]
-    links = measure_links(transport, link_pairs(transport.size))
+        findings += [Finding("UCX", "ok", ", ".join(carriers))] if carriers else []
     ranks = _gather_ranks(transport, findings)
     if transport.rank == 0:
-        _report(ranks, links, as_json)
+        _report(ranks, links, notes, as_json)
     transport.close()
 
 
-def _report(ranks: Sequence[dict[str, Any]], links: Sequence[Link], as_json: bool) -> None:
+def _measure() -> tuple[Transport, list[Link], list[str]]:
+    """Open the transport that training would use, and measure its links."""
+    num_devices = _num_devices()
+    if not num_devices:
+        from pdmpi.transport.mpi import MpiTransport
+
+        transport: Transport = MpiTransport(_STALL_TIMEOUT_S)
+        return transport, measure_links(transport, link_pairs(transport.size)), []
+    import torch
+
+    torch.cuda.set_device(choose_device(os.environ, num_devices, share=True))
+    ucx = load_ucx()
+    from pdmpi.transport.open import measure_device_links, open_cuda_transport
+
+    on_devices, notes = open_cuda_transport(
+        _STALL_TIMEOUT_S,
+        compute_stream=lambda: torch.cuda.current_stream().cuda_stream,
+        ucx=ucx,
+        num_devices=num_devices,
+    )
+    links = measure_links(on_devices, link_pairs(on_devices.size)) + measure_device_links(on_devices)
+    return on_devices, links, notes
+
+
+def _num_devices() -> int:
+    """Return how many CUDA devices can be used, without making a context."""
+    if not (find_spec("cupy") and find_spec("torch")):
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _carriers(log: str) -> set[str]:
+    """Return what UCX says that it sends tagged messages by: ``"cuda_ipc/cuda"``."""
+    return {part for found in re.findall(r"tag\(([^)]+)\)", log) for part in found.split()}
+
+
+def _report(
+    ranks: Sequence[dict[str, Any]], links: Sequence[Link], notes: Sequence[str], as_json: bool
+) -> None:
     found = {rank["host"]: [Finding(**finding) for finding in rank["findings"]] for rank in reversed(ranks)}
     hosts = {host: findings for host, findings in reversed(found.items()) if findings}
-    problems = _shared_cores(ranks)
+    problems = [*_shared_cores(ranks), *notes]
     data = {
         "ranks": [{key: rank[key] for key in ("rank", "host", "pid", "cores")} for rank in ranks],
         "hosts": [{"host": host, "findings": findings} for host, findings in hosts.items()],

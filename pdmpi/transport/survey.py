@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from pdmpi.transport.child import ask_child
@@ -124,6 +125,9 @@ def _ranges(numbers: list[int]) -> str:
 
 
 def _cuda() -> Iterator[Finding]:
+    if not find_spec("torch") or importlib.metadata.version("torch").endswith("+cpu"):
+        yield Finding("CUDA", "missing", "no torch with CUDA", "for GPUs install torch with CUDA")
+        return
     code = """
 import json, torch
 n = torch.cuda.device_count()
