@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pdmpi.schedule.lower import channels_of
-from pdmpi.schedule.program import NO_SLOT, NUM_COLUMNS, OPERANDS, Kind, Op, Program
+from pdmpi.schedule.program import NO_SLOT, NUM_COLUMNS, OPERANDS, Kind, Op, Program, SlotCounts
 from pdmpi.schedule.violation import Fault, Violation
 
 __all__ = ["check_counts", "check_shape"]
@@ -29,8 +30,14 @@ def check_shape(program: Program) -> Iterator[Violation]:
     yield from declared
     if declared:
         return
+    sorts = {field.name for field in fields(SlotCounts)}
+    limits = {sort: np.array([getattr(slots, sort) for slots in program.slots]) for sort in sorts}
+    played: list[list[int]] = [[] for _ in program.rows]
+    for stage, ranks in enumerate(program.topology.ranks):
+        for rank in ranks:
+            played[rank].append(stage)
     for rank in range(len(program.rows)):
-        yield from _rows(program, rank)
+        yield from _rows(program, rank, played[rank], limits)
 
 
 def check_counts(program: Program) -> Iterator[Violation]:
@@ -88,9 +95,10 @@ def _declarations(program: Program) -> Iterator[Violation]:
             yield wrong(f"rank {rank}: rows of shape {rows.shape} and type {rows.dtype}")
 
 
-def _rows(program: Program, rank: int) -> Iterator[Violation]:
+def _rows(
+    program: Program, rank: int, played: list[int], limits: Mapping[str, NDArray[np.int64]]
+) -> Iterator[Violation]:
     rows = program.rows[rank]
-    played = [s for s, ranks in enumerate(program.topology.ranks) if rank in ranks]
 
     def wrong(bad: NDArray[np.bool_], message: str) -> Iterator[Violation]:
         for row in np.flatnonzero(bad).tolist():
@@ -114,7 +122,7 @@ def _rows(program: Program, rank: int) -> Iterator[Violation]:
             value = rows[:, column]
             if name in _SLOT_SORTS:
                 sort = _SLOT_SORTS[name]
-                limit = _limits(program, sort)[rows[:, 1] * sound]
+                limit = limits[sort][rows[:, 1] * sound]
                 bad = mine & ((value >= limit) | (value < (NO_SLOT if name in _OPTIONAL else 0)))
                 yield from wrong(bad, f"{name} = {{{column}}}: stage {{1}} has no such {sort} slot")
             elif name == "group":
@@ -122,10 +130,6 @@ def _rows(program: Program, rank: int) -> Iterator[Violation]:
                 yield from wrong(bad, f"no group has number {{{column}}}")
             else:
                 yield from wrong(mine & (value < 0), f"{name} = {{{column}}}")
-
-
-def _limits(program: Program, sort: str) -> NDArray[np.int64]:
-    return np.array([getattr(slots, sort) for slots in program.slots])
 
 
 def _messages(program: Program, rank: int, op: Op, mine: NDArray[np.bool_]) -> Iterator[Violation]:
