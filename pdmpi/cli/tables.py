@@ -8,21 +8,21 @@ from typing import Any
 from rich.table import Table
 
 from pdmpi.cli.output import human_bytes, human_seconds, table
+from pdmpi.plan.alternatives import Considered
+from pdmpi.plan.explain import Explanation
+from pdmpi.plan.partition import estimate_of
 from pdmpi.plan.plan import Plan
-from pdmpi.plan.predict import Estimate, estimate
 from pdmpi.plan.profile import Profile
 
-__all__ = ["plan_data", "plan_tables", "profile_data", "profile_tables", "shape_of"]
+__all__ = [
+    "considered_table", "explanation_lines", "plan_data", "plan_tables", "profile_data", "profile_tables",
+    "ranking_table", "shape_of",
+]  # fmt: skip
 
 
 def shape_of(plan: Plan) -> str:
     """Return ``"15-1"``: the replicas of every stage."""
     return "-".join(str(stage.replicas) for stage in plan.stages)
-
-
-def estimate_of(plan: Plan) -> Estimate:
-    """Return the estimate of a plan's stages."""
-    return estimate(plan.profile, plan.cluster, plan.schedule, plan.stages, plan.devices, plan.copies)
 
 
 def plan_data(plan: Plan) -> dict[str, Any]:
@@ -103,6 +103,54 @@ def plan_tables(plan: Plan) -> list[Table]:
             table("Other ways on the same cluster", ("way", "samples/s", "this plan is faster"), others)
         )
     return tables
+
+
+def ranking_table(plans: Sequence[Plan]) -> Table:
+    """Return several plans side by side, with what they trade."""
+    rows = [
+        (
+            rank, shape_of(plan), f"{plan.prediction.samples_per_s:.4g}",
+            human_seconds(plan.prediction.period_s), human_bytes(max(plan.prediction.memory_bytes)),
+            human_bytes(sum(plan.prediction.link_bytes)), plan.num_ranks,
+            f"{sum(plan.prediction.utilisation) / plan.num_ranks:.0%}",
+        )
+        for rank, plan in enumerate(plans, start=1)
+    ]  # fmt: skip
+    columns = (
+        "rank", "replicas", "samples/s", "period", "most memory", "bytes a microbatch", "devices",
+        "utilisation",
+    )  # fmt: skip
+    return table("Best plan of each number of stages", columns, rows)
+
+
+def considered_table(considered: Sequence[Considered], chosen: Plan) -> Table:
+    """Return the schedules that were compared, and why one was chosen."""
+    rows = []
+    for one in considered:
+        if one.plan is None:
+            rows.append((one.name, "", "", "", one.reason))
+            continue
+        prediction = one.plan.prediction
+        mark = "chosen: the most samples a second that fit" if one.name == chosen.schedule.name else ""
+        rows.append(
+            (
+                one.name, shape_of(one.plan), f"{prediction.samples_per_s:.4g}",
+                human_bytes(max(prediction.memory_bytes)), mark,
+            )
+        )  # fmt: skip
+    return table("Schedules", ("schedule", "replicas", "samples/s", "most memory", ""), rows)
+
+
+def explanation_lines(found: Explanation) -> str:
+    """Return an explanation as text."""
+    lines = [f"Bound by {found.bound}: {found.sentence}; {found.ideal_share:.0%} of the ideal throughput."]
+    lines += [
+        f"  {remedy.change}: {remedy.samples_per_s:.4g} samples/s ({remedy.speed_up:.2f} times)"
+        for remedy in found.remedies
+    ]
+    if not found.remedies:
+        lines.append("  Nothing that was tried (faster links, more memory, a split layer) would help.")
+    return "\n".join(lines)
 
 
 def profile_data(profile: Profile) -> dict[str, Any]:

@@ -82,6 +82,16 @@ class Cuts:
         return np.asarray((common == sizes[:, None]) & (sizes[:, None] < sizes[None, :]))
 
     @cached_property
+    def most_stages(self) -> int:
+        """Length of the longest chain of nested cuts."""
+        if self.is_chain:
+            return len(self) - 1
+        longest = np.zeros(len(self), dtype=int)
+        for outer in range(1, len(self)):
+            longest[outer] = 1 + longest[self.nested[:, outer]].max(initial=0)
+        return int(longest[-1])
+
+    @cached_property
     def gaps(self) -> Floats:
         """Shape (cuts, cuts): 0 between nested cuts, in order, and infinite elsewhere."""
         return np.where(self.nested, 0.0, np.inf)

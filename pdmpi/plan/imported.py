@@ -4,7 +4,8 @@ One node a line, ``nodeID -- DESCRIPTION -- forward_compute_time=MS, backward_co
 activation_size=BYTES, parameter_size=BYTES``, and one edge a line, ``<tab>nodeA -- nodeB``.
 Inputs (``Input...``) cost nothing here: their time is data loading.  Unused
 ``__getitem__`` sinks are left out.  The file says nothing about what autograd keeps: a layer
-is taken to keep as many bytes as it returns, and nothing when it takes no time (a view).
+is taken to keep as many bytes as it returns, and nothing when it works in place or takes no time (a
+view).
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ def _profile(nodes: Mapping[str, _Node], edges: list[tuple[str, str]], microbatc
     layers, costs = [], []
     for name in order:
         node = kept[name]
-        is_input = node.text.startswith(INPUT)
+        is_input, in_place = node.text.startswith(INPUT), "inplace" in node.text
         layers.append(
             Layer(
                 name=name,
@@ -133,7 +134,9 @@ def _profile(nodes: Mapping[str, _Node], edges: list[tuple[str, str]], microbatc
                 backward_s=node.backward_s,
                 output_bytes=node.activation_bytes,
                 parameter_bytes=node.parameter_bytes,
-                saved_bytes=node.activation_bytes if node.forward_s or node.backward_s else 0,
+                saved_bytes=0
+                if in_place or not (node.forward_s or node.backward_s)
+                else node.activation_bytes,
             )
         )
     readers = {a for names in before.values() for a in names}

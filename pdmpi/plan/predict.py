@@ -21,10 +21,10 @@ A boundary is priced at the slowest link between the two stages' devices, each w
 shared (a node's network card), and a stage's links carry activations and gradients of both
 its boundaries.  The original counts a boundary once, over the replicas of the later stage.
 
-A schedule that does not flush runs at the slowest stage's period, provided enough
-microbatches are in flight: the round trip from a stage to the end and back, divided by the
-microbatches in flight at that stage, bounds it too.  A flush of M microbatches takes
-M periods and the time to fill and drain.
+Where ranks play several stages their periods add up.  A schedule that does not flush runs
+at the slowest stage's period, provided enough microbatches are in flight: the round trip
+from a stage to the end and back, divided by the microbatches in flight at that stage,
+bounds it too.  A flush of M microbatches takes M periods and the time to fill and drain.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from dataclasses import dataclass
 from pdmpi.plan.cluster import Cluster
 from pdmpi.plan.cuts import trained_layers
 from pdmpi.plan.links import Links, Port
-from pdmpi.plan.plan import Prediction, ScheduleChoice, StagePlan
+from pdmpi.plan.plan import Placement, Prediction, ScheduleChoice, StagePlan
 from pdmpi.plan.profile import Profile
 from pdmpi.plan.terms import Terms, terms_of
 
-__all__ = ["Estimate", "StageEstimate", "cut_bytes", "estimate", "in_flight_depths", "memory_bytes"]
+__all__ = ["Estimate", "StageEstimate", "cut_bytes", "estimate", "in_flight_depths", "memory_bytes", "place"]
 
 
 _NO_PORT = Port(0.0, 0.0)
@@ -240,21 +240,59 @@ def estimate(
     ]
     steady = max(stage.period_s for stage in found)
     trip = 0.0 if terms.flushes else _round_trip_s(found, replicas, hops)
-    period = _period_s(choice, terms, found, replicas, hops, max(steady, trip))
+    ranks = [[p.rank for p in places] for places in _by_stage(place(cluster, devices), len(stages))]
+    chunks = sum(replicas) // (1 + max(max(group) for group in ranks))
+    steady = max(steady, _busiest_s(found, ranks, replicas))
+    period = _period_s(choice, terms, found, hops, max(steady, trip), chunks)
+    busy, memory = _per_rank(found, ranks, replicas)
     prediction = Prediction(
         period_s=period,
         samples_per_s=profile.microbatch_size / period if period else 0.0,
-        utilisation=tuple(
-            (stage.forward_s + stage.backward_s) / m / period if period else 0.0
-            for stage, m in zip(found, replicas, strict=True)
-            for _ in range(m)
-        ),
-        memory_bytes=tuple(
-            stage.memory_bytes for stage, m in zip(found, replicas, strict=True) for _ in range(m)
-        ),
+        utilisation=tuple(seconds / period if period else 0.0 for seconds in busy),
+        memory_bytes=tuple(memory),
         link_bytes=_link_bytes(links, choice, terms, found, devices, cuts),
     )
     return Estimate(stages=tuple(found), steady_s=steady, round_trip_s=trip, prediction=prediction)
+
+
+def place(cluster: Cluster, devices: Sequence[Sequence[int]]) -> tuple[Placement, ...]:
+    """Return the placement of stages on devices; a device is one rank, numbered as first met."""
+    ranks: dict[int, int] = {}
+    found = []
+    for s, group in enumerate(devices):
+        for r, device in enumerate(group):
+            node, own = divmod(device, cluster.devices_per_node)
+            rank = ranks.setdefault(device, len(ranks))
+            found.append(Placement(stage=s, replica=r, rank=rank, node=node, device=own))
+    return tuple(found)
+
+
+def _by_stage(placement: Sequence[Placement], count: int) -> list[list[Placement]]:
+    return [[p for p in placement if p.stage == s] for s in range(count)]
+
+
+def _per_rank(
+    stages: Sequence[StageEstimate], ranks: Sequence[Sequence[int]], replicas: Sequence[int]
+) -> tuple[list[float], list[int]]:
+    """Return each rank's busy seconds per microbatch of the pipeline, and its bytes."""
+    count = 1 + max(max(group) for group in ranks)
+    busy, memory = [0.0] * count, [0] * count
+    for stage, group, m in zip(stages, ranks, replicas, strict=True):
+        for rank in group:
+            busy[rank] += (stage.forward_s + stage.backward_s) / m
+            memory[rank] += stage.memory_bytes
+    return busy, memory
+
+
+def _busiest_s(
+    stages: Sequence[StageEstimate], ranks: Sequence[Sequence[int]], replicas: Sequence[int]
+) -> float:
+    """Return the period of the busiest rank where ranks play several stages, 0 where none does."""
+    total: dict[int, float] = {}
+    for stage, group in zip(stages, ranks, strict=True):
+        for rank in group:
+            total[rank] = total.get(rank, 0.0) + stage.period_s
+    return max(total.values()) if len(total) < sum(replicas) else 0.0
 
 
 def _stage_estimate(
@@ -288,8 +326,8 @@ def _round_trip_s(stages: Sequence[StageEstimate], replicas: Sequence[int], hops
 
 
 def _period_s(
-    choice: ScheduleChoice, terms: Terms, stages: Sequence[StageEstimate], replicas: Sequence[int],
-    hops: Sequence[float], steady_s: float,
+    choice: ScheduleChoice, terms: Terms, stages: Sequence[StageEstimate], hops: Sequence[float],
+    steady_s: float, chunks: int,
 ) -> float:  # fmt: skip
     """Return the seconds per microbatch of a schedule, its filling and draining included."""
     through = math.fsum(s.forward_s + s.backward_s for s in stages)
@@ -297,10 +335,11 @@ def _period_s(
         return through + math.fsum(hops) + stages[0].update_s
     if not (terms.flushes and terms.accumulates):
         return steady_s
-    slowest = max(range(len(stages)), key=lambda s: stages[s].period_s)
-    fill = through - stages[slowest].forward_s - stages[slowest].backward_s
-    filled_by_weights = {"zb-h1": 1.0, "zb-v": 2.0}.get(choice.name, 0.0)
-    fill = max(fill - filled_by_weights * math.fsum(s.backward_s / 2 for s in stages[1:]), 0.0)
+    slowest = max(stages, key=lambda stage: stage.period_s)
+    own = (slowest.forward_s + slowest.backward_s) * chunks
+    weights = {"zb-h1": 1.0, "zb-v": 2.0}.get(choice.name, 0.0)
+    filled = weights * math.fsum(s.backward_s / 2 for s in stages[1:])
+    fill = max((through - own) / chunks - filled, 0.0)
     return steady_s + (fill + math.fsum(hops)) / choice.microbatches
 
 

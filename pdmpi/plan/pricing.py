@@ -65,6 +65,8 @@ class Problem:
         ``"auto"``: those that do not fit otherwise.
     shape
         Replicas of every stage, when they are given rather than searched for.
+    objective
+        What the largest of all stages is to be small: ``"period"``, or ``"memory"`` in bytes.
     """
 
     cuts: Cuts
@@ -75,6 +77,7 @@ class Problem:
     limit_memory: bool = True
     recompute: str = "never"
     shape: tuple[int, ...] = ()
+    objective: str = "period"
 
     @cached_property
     def device_of(self) -> tuple[int, ...]:
@@ -123,6 +126,12 @@ class Problem:
         """Return the level that separates two positions of one copy."""
         return self.cluster.level_between(self.device_of[a], self.device_of[b])
 
+    def allows(self, count: int) -> bool:
+        """Return whether ``count`` replicas in one copy can share the microbatches of an update."""
+        if self.terms.straight:
+            return count * self.copies == 1
+        return not self.terms.accumulates or self.choice.microbatches % (count * self.copies) == 0
+
     def devices(self, first: int, count: int) -> list[int]:
         """Return the devices of a stage in all copies, in the order of its replicas."""
         return [
@@ -167,6 +176,9 @@ class Pricer:
 
         Shape (inner cuts, outer cuts).
         """
+        if self.problem.objective == "memory":
+            lean = self.problem.recompute == "auto" or self._always(final)
+            return self.used_bytes(first, count, inner, outer, lean)
         periods = self._fitting(first, count, inner, outer, self._always(final))
         if self.problem.recompute == "auto" and self._limit(first, count):
             again = self._fitting(first, count, inner, outer, True)
@@ -186,8 +198,14 @@ class Pricer:
     def _fitting(
         self, first: int, count: int, inner: slice, outer: slice, recompute: bool
     ) -> NDArray[np.float64]:
-        work = self._work(first, count, recompute)
-        periods = largest([(vector[outer], -vector[inner] + plus) for vector, plus in work])
+        (work, _), *rest = self._work(first, count, recompute)
+        periods = largest([(work[outer], -work[inner])])
+        for sync, latency in rest:
+            trained = self.problem.cuts.gradient_bytes
+            exposed = largest([(sync[outer], latency - sync[inner])])
+            if latency:
+                exposed[trained[inner, None] == trained[None, outer]] = 0.0
+            np.maximum(periods, exposed, out=periods)
         fits = self._fits(first, count, inner, outer, recompute)
         if fits is not None:
             periods[~fits] = np.inf
@@ -221,7 +239,7 @@ class Pricer:
 
         None at the ends of the pipeline, where the level is None.
         """
-        if level is None:
+        if level is None or self.problem.objective == "memory":
             return None
         sent, returned = self.problem.cuts.sent_bytes[cuts], self.problem.cuts.returned_bytes[cuts]
         per_byte, per_message = ports[level].s_per_byte, ports[level].s_per_message

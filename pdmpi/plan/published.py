@@ -21,8 +21,8 @@ do not depend on hash order; its periods are met or undercut.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -31,9 +31,13 @@ from numpy.typing import NDArray
 from pdmpi.errors import InputError, nearest
 from pdmpi.graph.graph import INPUT
 from pdmpi.plan.cluster import Cluster
-from pdmpi.plan.cuts import Cuts
+from pdmpi.plan.cuts import Cuts, cuts_of
+from pdmpi.plan.links import Links
+from pdmpi.plan.plan import Plan, ScheduleChoice, StagePlan
+from pdmpi.plan.predict import estimate, place
+from pdmpi.plan.profile import Profile
 
-__all__ = ["COST_MODELS", "Flags", "NestedStage", "published_partition"]
+__all__ = ["COST_MODELS", "Flags", "NestedStage", "published_partition", "published_plan"]
 
 Floats = NDArray[np.float64]
 COST_MODELS = ("pipedream2019-code", "pipedream2019")
@@ -242,3 +246,41 @@ def _nested(solvers: list[_LevelSolver], inner: int, outer: int) -> tuple[Nested
         NestedStage(s.inner, s.outer, s.first, s.members, _nested(solvers[:-1], s.inner, s.outer))
         for s in found
     )
+
+
+def published_plan(profile: Profile, cluster: Cluster, model: str, flags: Flags | None = None) -> Plan:
+    """Return the best plan under a published model; the predicted period is that model's.
+
+    What the model does not say (memory, utilisation, bytes) is predicted by ours.
+    """
+    cuts = cuts_of(profile)
+    period_s, nested = published_partition(cuts, cluster, model, flags)
+    sizes = Links(cluster).member_sizes
+    flat = list(_flattened(nested, len(cluster.levels) - 1, (0,), sizes))
+    stages = [
+        StagePlan(layers=cuts.layers(stage.outer, stage.inner), replicas=len(devices))
+        for stage, devices in flat
+    ]
+    choice, devices = ScheduleChoice(), [group for _, group in flat]
+    ours = estimate(profile, cluster, choice, stages, devices).prediction
+    return Plan(
+        profile=profile,
+        cluster=cluster,
+        schedule=choice,
+        stages=tuple(stages),
+        placement=place(cluster, devices),
+        prediction=replace(ours, period_s=period_s, samples_per_s=profile.microbatch_size / period_s),
+    )
+
+
+def _flattened(
+    nested: Sequence[NestedStage], level: int, bases: Sequence[int], sizes: Sequence[int]
+) -> Iterator[tuple[NestedStage, list[int]]]:
+    """Yield the innermost stages with their devices, those of one copy ``copies`` replicas apart."""
+    for stage in nested:
+        members = range(stage.first, stage.first + stage.members)
+        own = [base + member * sizes[level] for member in members for base in bases]
+        if stage.inside:
+            yield from _flattened(stage.inside, level - 1, own, sizes)
+        else:
+            yield stage, own

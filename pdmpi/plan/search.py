@@ -51,7 +51,7 @@ from numpy.typing import NDArray
 
 from pdmpi.plan.pricing import Found, FoundStage, Pricer, Problem, with_transfers
 
-__all__ = ["MANY", "search"]
+__all__ = ["MANY", "by_stages", "search", "smallest_memory"]
 
 MANY = 64
 """Devices of one copy up to which every replica count and every first device is tried."""
@@ -60,8 +60,11 @@ _TIE = 1e-12
 _FEW_CUTS = 48
 
 Level = int | None
-Key = tuple[int, Level]
-"""Devices taken, and the level at which the boundary there is priced (None at the start)."""
+Key = tuple[int, Level, int]
+"""Devices taken, the level at which the boundary there is priced (None at the ends), stages so far.
+
+The stages so far are 0 where they are not told apart.
+"""
 
 Floats = NDArray[np.float64]
 
@@ -88,6 +91,18 @@ def search(problems: Sequence[Problem]) -> tuple[Problem, Found] | None:
         if best is None or _precedes(found, best[1]) or (index < place and not _precedes(best[1], found)):
             best, place = (problems[index], found), index
     return best
+
+
+def by_stages(problem: Problem, most: int) -> list[Found]:
+    """Return, for each number of stages up to ``most`` that fits, the partition with the smallest period."""
+    in_uses = range(problem.positions, 0, -1) if problem.memory_limited else [problem.positions]
+    best: dict[int, Found] = {}
+    for in_use in in_uses:
+        table = _Table(problem, in_use, exact_end=problem.memory_limited)
+        for count, found in table.solve_each(most).items():
+            if count not in best or _precedes(found, best[count]):
+                best[count] = found
+    return [best[count] for count in sorted(best)]
 
 
 def _few_cuts(problem: Problem) -> Problem | None:
@@ -132,6 +147,18 @@ def _fits(problem: Problem, found: Found) -> bool:
     return True
 
 
+def smallest_memory(problem: Problem) -> tuple[Problem, Found]:
+    """Return the partition whose fullest device needs least memory, in bytes in place of its period."""
+    few = replace(_few_cuts(problem) or problem, limit_memory=False, objective="memory")
+    best: Found | None = None
+    for in_use in (sum(problem.shape),) if problem.shape else range(few.positions, 0, -1):
+        found = _Table(few, in_use, exact_end=True).solve(math.inf)
+        if found and (best is None or found.period_s < best.period_s):
+            best = found
+    assert best is not None
+    return few, best
+
+
 def _precedes(a: Found, b: Found) -> bool:
     """Return whether partition ``a`` comes before ``b``."""
     if abs(a.period_s - b.period_s) > _TIE * b.period_s:
@@ -158,14 +185,30 @@ class _Table:
         """Return the best partition whose period is at most ``bound_s``."""
         if bound_s * self.reach[-1] * (1 + 1e-9) < self.seconds[-1]:
             return None
-        best = self._sweep(bound_s, count_stages=False)
-        period_s = min((float(best[e, None][-1]) for e in self.ends if (e, None) in best), default=math.inf)
+        best = self._sweep(bound_s)
+        period_s = min((float(best[end][-1]) for end in self._final(best, 0)), default=math.inf)
         if not math.isfinite(period_s):
             return None
         limit = period_s * (1 + _TIE)
         counts = self._sweep(limit, count_stages=True)
-        end = min((e for e in self.ends if (e, None) in counts), key=lambda e: (counts[e, None][-1], e))
-        return Found(self._trace(counts, limit, end), self.problem.copies, period_s)
+        end = min(self._final(counts, 0), key=lambda key: (counts[key][-1], key[0]))
+        return Found(self._trace(counts, limit, end, float(counts[end][-1])), self.problem.copies, period_s)
+
+    def solve_each(self, most: int) -> dict[int, Found]:
+        """Return the best partition of each number of stages up to ``most`` that there is."""
+        table = self._sweep(math.inf, most=most)
+        found = {}
+        for count in range(1, most + 1):
+            ends = [key for key in self._final(table, count) if math.isfinite(table[key][-1])]
+            if ends:
+                end = min(ends, key=lambda key: (table[key][-1], key[0]))
+                limit = float(table[end][-1]) * (1 + _TIE)
+                stages = self._trace(table, limit, end, 0.0)
+                found[count] = Found(stages, self.problem.copies, float(table[end][-1]))
+        return found
+
+    def _final(self, table: dict[Key, Floats], stages: int) -> list[Key]:
+        return [(e, None, stages) for e in self.ends if (e, None, stages) in table]
 
     def _window(self, taken: int, bound_s: float) -> slice:
         """Return the cuts that may lie behind a number of devices."""
@@ -193,7 +236,12 @@ class _Table:
         if self.problem.shape:
             ends = itertools.accumulate(self.problem.shape, initial=0)
             yield from ((a, b - a) for a, b in itertools.pairwise(ends) if b == e)
-            return
+        elif self.problem.terms.single_stage:
+            yield (0, e)
+        else:
+            yield from ((d, m) for d, m in self._runs_before(e) if self.problem.allows(m))
+
+    def _runs_before(self, e: int) -> Iterator[tuple[int, int]]:
         start = (e - 1) // self._unit * self._unit
         yield from ((e - m, m) for m in range(1, e - start + 1))
         if e % self._unit == 0 or e == self.in_use:
@@ -210,24 +258,27 @@ class _Table:
         return [level for level in self._levels(d) if level >= span]
 
     def _leaving(self, d: int, e: int) -> Sequence[Level]:
-        if e >= self.in_use:
+        if e >= self.in_use or self.problem.terms.single_stage:
             return ()
         span = self.problem.level(d, e)
         return [level for level in self._levels(e) if level >= span]
 
-    def _sweep(self, limit: float, *, count_stages: bool) -> dict[Key, Floats]:
+    def _sweep(self, limit: float, *, count_stages: bool = False, most: int = 0) -> dict[Key, Floats]:
         """Return, for every reachable state, the smallest period or the fewest stages, over its window.
 
-        States that end the pipeline have level None and hold the whole graph only.
+        States that end the pipeline have level None and hold the whole graph only.  With
+        ``most``, states are told apart by their number of stages, up to that.
         """
         windows = [self._window(taken, limit) for taken in range(self.in_use + 1)]
         self.windows = windows
-        table: dict[Key, Floats] = {(0, None): np.zeros(1)}
+        table: dict[Key, Floats] = {(0, None, 0): np.zeros(1)}
+        steps = [(k, k + 1) for k in range(most)] or [(0, 0)]
         reached = {0: slice(0, 1)}
         whole = slice(self.last, self.last + 1)
         for e in range(1, self.in_use + 1):
-            for d, m in self._stages_before(e):
-                before = {level: table[d, level] for level in self._entering(d, e) if (d, level) in table}
+            for (d, m), (k, more) in itertools.product(list(self._stages_before(e)), steps):
+                levels = self._entering(d, e)
+                before = {level: table[d, level, k] for level in levels if (d, level, k) in table}
                 if not before or reached[d].start == reached[d].stop:
                     continue
                 cases = [(windows[e], self._leaving(d, e))]
@@ -236,8 +287,9 @@ class _Table:
                 for outer, leaving in cases:
                     inner, outer = self._narrowed(windows[d], outer, reached[d], d, e, limit)
                     if leaving and inner.stop > inner.start and outer.stop > outer.start:
-                        self._relax(table, inner, outer, before, d, m, leaving, limit, count_stages)
-            states = [table[e, level] for level in range(self.problem.levels) if (e, level) in table]
+                        self._relax(table, inner, outer, before, d, m, leaving, more, limit, count_stages)
+            keys = itertools.product((e,), range(self.problem.levels), {more for _, more in steps})
+            states = [table[key] for key in keys if key in table]
             finite = np.flatnonzero(np.isfinite(np.minimum.reduce(states or [np.array([np.inf])])))
             reached[e] = slice(int(finite[0]), int(finite[-1]) + 1) if len(finite) else slice(0, 0)
         return table
@@ -260,7 +312,7 @@ class _Table:
 
     def _relax(
         self, table: dict[Key, Floats], inner: slice, outer: slice, before: dict[Level, Floats], d: int,
-        m: int, leaving: Sequence[Level], limit: float, count_stages: bool,
+        m: int, leaving: Sequence[Level], stages: int, limit: float, count_stages: bool,
     ) -> None:  # fmt: skip
         """Improve the states behind a stage on devices d..d+m-1, for each level at which it may leave."""
         work = self.pricer.periods(d, m, inner, outer, leaving == (None,))
@@ -280,40 +332,50 @@ class _Table:
                 else:
                     now = np.maximum(periods, own).min(axis=0)
                     now[now > limit] = np.inf
-                key = (d + m, level)
+                key = (d + m, level, stages)
                 if key not in table:
                     table[key] = np.full(target.stop - target.start, np.inf)
                 np.minimum(table[key][part], now, out=table[key][part])
 
-    def _trace(self, counts: dict[Key, Floats], limit: float, end: int) -> tuple[FoundStage, ...]:
-        """Return the stages of the first partition, in the order of ties, that meets the limit."""
+    def _trace(
+        self, table: dict[Key, Floats], limit: float, end: Key, count: float
+    ) -> tuple[FoundStage, ...]:
+        """Return the stages of the first partition, in the order of ties, that meets the limit.
+
+        ``table`` holds stage counts, of which ``count`` is the end's, or, where states are told
+        apart by their stages, periods.
+        """
         stages: list[FoundStage] = []
-        e, outer, leaving, left = end, self.last, None, float(counts[end, None][-1])
-        while e:
-            entering, stage = self._step_back(counts, limit, e, outer, leaving, left)
+        key, outer = end, self.last
+        while key[0]:
+            count -= 1.0
+            key, stage = self._step_back(table, limit, key, outer, count)
             stages.append(stage)
-            e, outer, leaving, left = stage.first, stage.inner, entering, left - 1.0
+            outer = stage.inner
         return tuple(reversed(stages))
 
     def _step_back(
-        self, counts: dict[Key, Floats], limit: float, e: int, outer: int, leaving: Level, left: float
-    ) -> tuple[Level, FoundStage]:
-        """Return the last stage before a state, and the level at which it is entered."""
+        self, table: dict[Key, Floats], limit: float, key: Key, outer: int, count: float
+    ) -> tuple[Key, FoundStage]:
+        """Return the state before a state, and the stage between them."""
+        e, leaving, stages = key
         column = slice(outer, outer + 1)
         for d, m in self._stages_before(e):
             if leaving is not None and leaving not in self._leaving(d, e):
                 continue
             inner, ports = self.windows[d], self.problem.ports(d, m)
             for entering in self._entering(d, e):
-                if (d, entering) not in counts:
+                before = (d, entering, max(stages - 1, 0))
+                if before not in table:
                     continue
                 work = self.pricer.periods(d, m, inner, column, leaving is None)
                 np.maximum(work, self.problem.cuts.gaps[inner, column], out=work)
                 entered = self.pricer.transfer(ports, entering, inner)
                 periods = with_transfers(work, entered, self.pricer.transfer(ports, leaving, column))
-                rows = np.flatnonzero((periods[:, 0] <= limit) & (counts[d, entering] == left - 1.0))
+                reached = table[before] <= limit if stages else table[before] == count
+                rows = np.flatnonzero((periods[:, 0] <= limit) & reached)
                 if len(rows):
                     cut = inner.start + int(rows[0])
                     again = self.pricer.recomputes(d, m, cut, outer, leaving is None)
-                    return entering, FoundStage(cut, outer, d, m, again)
+                    return before, FoundStage(cut, outer, d, m, again)
         raise AssertionError("a state that was reached has no way back")

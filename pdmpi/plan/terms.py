@@ -30,7 +30,9 @@ class Terms:
     accumulates
         Whether an update averages ``microbatches`` gradients, rather than one of each replica.
     straight
-        Whether a stage has one replica at most.
+        Whether every stage has one replica.
+    single_stage
+        Whether there is one stage.
     """
 
     versions: int | None = 1
@@ -38,6 +40,7 @@ class Terms:
     holds_all: bool = False
     accumulates: bool = True
     straight: bool = False
+    single_stage: bool = False
 
 
 SCHEDULES: Mapping[str, Terms] = {
@@ -49,7 +52,7 @@ SCHEDULES: Mapping[str, Terms] = {
     "interleaved": Terms(straight=True),
     "zb-h1": Terms(),
     "zb-v": Terms(straight=True),
-    "data-parallel": Terms(accumulates=False),
+    "data-parallel": Terms(accumulates=False, single_stage=True),
     "model-parallel": Terms(accumulates=False, straight=True),
 }
 """Every schedule by name."""

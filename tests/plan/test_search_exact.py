@@ -13,10 +13,13 @@ from hypothesis import strategies as st
 from pdmpi.errors import InputError
 from pdmpi.graph import Layer, LayerGraph, Ref, TensorSpec
 from pdmpi.plan.cluster import Cluster, Device, Level
-from pdmpi.plan.partition import copies_of, partition
+from pdmpi.plan.cuts import cuts_of
+from pdmpi.plan.partition import copies_of, partition, plan_of, variants
 from pdmpi.plan.plan import ScheduleChoice, StagePlan
 from pdmpi.plan.predict import estimate
+from pdmpi.plan.pricing import Problem
 from pdmpi.plan.profile import LayerCost, Profile
+from pdmpi.plan.search import search
 
 
 @st.composite
@@ -146,6 +149,10 @@ def exhaustive(profile: Profile, cluster: Cluster, choice: ScheduleChoice, recom
             for stages in chains:
                 for used in range(len(stages), part + 1):
                     for shape in compositions(used, len(stages)):
+                        if choice.name != "pipedream" and any(
+                            choice.microbatches % (m * copies) for m in shape
+                        ):
+                            continue
                         best = min(
                             best,
                             period(profile, cluster, choice, stages, shape, order, copies, part, recompute),
@@ -169,9 +176,7 @@ def period(profile, cluster, choice, stages, shape, order, copies, part, recompu
         over = [
             s
             for s, stage in enumerate(found.stages)
-            if any(
-                0 < cluster.device(d).memory_bytes < stage.memory_bytes for d in devices[s]
-            )
+            if any(0 < cluster.device(d).memory_bytes < stage.memory_bytes for d in devices[s])
         ]
         if not over:
             return found.steady_s
@@ -187,11 +192,15 @@ def period(profile, cluster, choice, stages, shape, order, copies, part, recompu
 
 def check(profile: Profile, cluster: Cluster, choice: ScheduleChoice, recompute: str = "never") -> None:
     wanted = exhaustive(profile, cluster, choice, recompute)
-    try:
-        plan = partition(profile, cluster, replace(choice, recompute=recompute))
-    except InputError:
+    problem = Problem(cuts=cuts_of(profile), cluster=cluster, choice=choice, recompute=recompute)
+    best = search(variants(problem))
+    if best is None:
         assert wanted == math.inf
+        with pytest.raises(InputError, match="does not fit"):
+            partition(profile, cluster, replace(choice, recompute=recompute))
         return
+    assert best[1].period_s == pytest.approx(wanted, rel=1e-9)
+    plan = plan_of(*best)
     found = estimate(profile, cluster, plan.schedule, plan.stages, plan.devices, plan.copies)
     assert found.steady_s == pytest.approx(wanted, rel=1e-9)
     for stage, group in zip(found.stages, plan.devices, strict=True):

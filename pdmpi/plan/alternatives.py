@@ -1,0 +1,120 @@
+"""Other ways to use the same cluster, and which schedule is fastest on it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from pdmpi.errors import InputError
+from pdmpi.plan.cluster import Cluster
+from pdmpi.plan.partition import estimate_of, fits, partition
+from pdmpi.plan.plan import Plan, ScheduleChoice
+from pdmpi.plan.profile import Profile
+from pdmpi.plan.terms import SCHEDULES, terms_of
+
+__all__ = ["Considered", "best_schedule", "data_parallel_plan", "with_alternatives"]
+
+_MICROBATCHES_A_STAGE = 4
+"""GPipe's bubble is small from four microbatches a stage on (Huang et al. 2019, section 3.3)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Considered:
+    """One schedule that was considered: its plan, or why there is none."""
+
+    name: str
+    plan: Plan | None
+    reason: str = ""
+
+
+def data_parallel_plan(profile: Profile, cluster: Cluster) -> Plan:
+    """Return the plan of one stage with a replica on every device, whether it fits or not."""
+    free = replace(cluster, devices=tuple(replace(d, memory_bytes=0) for d in cluster.devices))
+    choice = ScheduleChoice(name="data-parallel")
+    plan = partition(profile, free, choice, shape=(cluster.num_devices,))
+    return replace(plan, cluster=cluster)
+
+
+def with_alternatives(plan: Plan) -> Plan:
+    """Return the plan with what data parallelism, model parallelism and GPipe would give.
+
+    GPipe runs straight on all devices with four microbatches a stage, data parallelism with
+    a replica on every device, model parallelism with one microbatch in flight; 0 stands for
+    what does not fit.
+    """
+    profile, cluster = plan.profile, plan.cluster
+    parallel = data_parallel_plan(profile, cluster)
+    rates = {"data-parallel": parallel.prediction.samples_per_s if fits(parallel) else 0.0}
+    shape = (1,) * min(cluster.num_devices, len(profile.graph) - 1)
+    for name in ("model-parallel", "gpipe"):
+        choice = ScheduleChoice(name=name)
+        if name == "gpipe":
+            many = _MICROBATCHES_A_STAGE * len(shape)
+            choice = replace(choice, microbatches=many, recompute="auto")
+        try:
+            rates[name] = _straight(profile, cluster, choice, len(shape)).prediction.samples_per_s
+        except InputError:
+            rates[name] = 0.0
+    return replace(plan, alternatives=rates)
+
+
+def _straight(profile: Profile, cluster: Cluster, choice: ScheduleChoice, stages: int) -> Plan:
+    """Return the straight plan with as many stages as there are cuts for, at most ``stages``."""
+    while True:
+        try:
+            return partition(profile, cluster, choice, shape=(1,) * stages)
+        except InputError:
+            if stages == 1:
+                raise
+            stages //= 2
+
+
+def best_schedule(
+    profile: Profile, cluster: Cluster, choice: ScheduleChoice
+) -> tuple[Plan, list[Considered]]:
+    """Return the fastest plan over all schedules that fit the memory, and all that were considered.
+
+    Schedules that accumulate or flush use ``choice.microbatches``, or, when that is 1, four for
+    each device.
+
+    Raises
+    ------
+    InputError
+        No schedule fits.
+    """
+    found = []
+    for name, terms in SCHEDULES.items():
+        microbatches = choice.microbatches
+        if terms.accumulates and microbatches == 1:
+            microbatches = _MICROBATCHES_A_STAGE * cluster.num_devices
+        own = replace(choice, name=name, microbatches=microbatches if terms.accumulates else 1)
+        try:
+            plan = partition(profile, cluster, own)
+        except InputError as error:
+            found.append(Considered(name, None, str(error)))
+            continue
+        problem = _unsuitable(plan)
+        found.append(Considered(name, None if problem else plan, problem))
+    plans = [entry.plan for entry in found if entry.plan is not None]
+    if not plans:
+        raise InputError(f"no schedule fits cluster {cluster.name!r}: {found[0].reason}")
+    return max(plans, key=lambda plan: plan.prediction.samples_per_s), found
+
+
+def _unsuitable(plan: Plan) -> str:
+    """Return why the schedule's own rules refuse the plan, or nothing."""
+    choice = plan.schedule
+    if choice.name == "2bw":
+        in_flight = max(
+            stage.depth * own.replicas
+            for stage, own in zip(estimate_of(plan).stages, plan.stages, strict=True)
+        )
+        if choice.microbatches < in_flight:
+            rounds = math.lcm(*(stage.replicas for stage in plan.stages))
+            least = -(-in_flight // rounds) * rounds
+            return (
+                f"accumulates at least as many microbatches as are in flight: microbatches = {least} or more"
+            )
+    if terms_of(choice).accumulates and choice.microbatches < len(plan.stages):
+        return f"microbatches = {choice.microbatches} leave {len(plan.stages)} stages mostly idle"
+    return ""
