@@ -15,18 +15,20 @@ def in_flight_depth(replicas: Sequence[int], extra_in_flight: int = 0) -> tuple[
     replicas
         Replicas of each stage, R[s].
     extra_in_flight
-        More minibatches in flight than the pipeline is deep, to hide transfers; shared by a
-        stage's replicas.  The last stage holds none of them.
+        More minibatches in flight at the input stage than the pipeline is deep, to hide
+        transfers.  They taper off evenly to none at the last stage, since what hides the transfers
+        of a boundary is how much deeper the stage before it is than the one behind.
 
     Returns
     -------
     tuple of int
-        ``ceil((sum(R[s:]) + extra) / R[s])``, per replica.  Without extra ones, PipeDream calls
-        it NOAM at the input stage (Harlap et al. 2018, section 3.3).
+        ``ceil((sum(R[s:]) + extra[s]) / R[s])``, per replica, where ``extra[s]`` is the share
+        ``sum(R[s + 1:]) / sum(R[1:])`` of ``extra_in_flight``, rounded up.  Without extra
+        ones, PipeDream calls it NOAM at the input stage (Harlap et al. 2018, section 3.3).
     """
-    after, depths = 0, []
-    for stage in reversed(range(len(replicas))):
-        extra = extra_in_flight if after else 0
-        after += replicas[stage]
-        depths.append(-(-(after + extra) // replicas[stage]))
+    behind, after, depths = sum(replicas[1:]), 0, []
+    for count in reversed(replicas):
+        extra = -(-extra_in_flight * after // behind) if behind else 0
+        after += count
+        depths.append(-(-(after + extra) // count))
     return tuple(reversed(depths))

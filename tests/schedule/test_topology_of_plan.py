@@ -8,10 +8,9 @@ import pytest
 
 from pdmpi.errors import InputError
 from pdmpi.graph import Layer, LayerGraph, Ref, TensorSpec
-from pdmpi.plan.cluster import Cluster, Device, Level
+from pdmpi.plan.cluster import Cluster, Level
 from pdmpi.plan.plan import Placement, Plan, Prediction, ScheduleChoice, StagePlan
 from pdmpi.plan.profile import LayerCost, Profile
-from pdmpi.schedule.advice import advice
 from pdmpi.schedule.check import violations
 from pdmpi.schedule.registry import program_of
 from pdmpi.schedule.topology import topology_of
@@ -101,30 +100,3 @@ def test_a_placement_must_be_complete():
         )
     with pytest.raises(InputError, match="twice"):
         topology_of(plan_of(CHAIN, [(["x", "a", "b", "c"], 1)], placement=plan.placement[:1] * 2))
-
-
-def rules(plan: Plan) -> dict[str, bool]:
-    return {item.rule: item.warning for item in advice(plan)}
-
-
-def test_advice_when_the_model_fits_one_device():
-    device = Device(memory_bytes=2**30)
-    cluster = Cluster(
-        name="c", levels=(Level(name="l", count=2, bandwidth_bytes_per_s=1e9),), devices=(device,)
-    )
-    plan = plan_of(CHAIN, [(["x", "a"], 1), (["b", "c"], 1)], cluster=cluster)
-    assert rules(plan) == {"memory-fits": False}
-
-
-def test_advice_on_uneven_stages_few_microbatches_and_small_batches():
-    layers = [*CHAIN[:3], layer("c", "b", kind="BatchNorm2d")]
-    choice = ScheduleChoice(name="gpipe", microbatches=2)
-    plan = plan_of(layers, [(["x", "a", "b"], 1), (["c"], 1)], schedule=choice)
-    assert rules(plan) == {"uneven-stages": False, "few-microbatches": True, "small-batch-norm": True}
-    texts = " ".join(item.text for item in advice(plan))
-    assert "2 microbatches over 2 stages leave 33 % of the time idle: set schedule.microbatches to 8" in texts
-    assert "layer 'c' normalises over microbatches of 4" in texts
-
-
-def test_no_advice_without_a_reason():
-    assert rules(plan_of(CHAIN, [(["x", "a", "b", "c"], 1)])) == {}
