@@ -19,9 +19,7 @@ __all__ = ["command"]
 
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path))
-@click.option(
-    "--plot", type=click.Path(path_type=Path), help="Draw a plan: layers, stages, nodes (PNG, SVG, PDF)."
-)
+@click.option("--plot", type=click.Path(path_type=Path), help="Draw a plan (PNG, SVG, PDF).")
 @click.option("--graph", type=click.Path(path_type=Path), help="Draw the layer graph with times and sizes.")
 @click.option("--force", is_flag=True, help="Overwrite the pictures.")
 @json_option

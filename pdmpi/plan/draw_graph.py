@@ -24,25 +24,27 @@ def _rows(profile: Profile) -> list[int]:
 
 
 def draw_graph(profile: Profile, path: Path, stages: Sequence[StagePlan] = ()) -> None:
-    """Draw the layers top down, in columns of forty, coloured by stage when stages are given."""
+    """Draw the layers top down, in columns of at most forty, coloured by stage when stages are given."""
     rows = _rows(profile)
+    columns = -(-(max(rows) + 1) // _ROWS)
+    length = -(-(max(rows) + 1) // columns)
     stage_of = {name: s for s, stage in enumerate(stages) for name in stage.layers}
     members: dict[int, list[int]] = {}
     for i, row in enumerate(rows):
         members.setdefault(row, []).append(i)
     widths = [
-        max(len(found) for row, found in members.items() if row // _ROWS == column)
-        for column in range(max(rows) // _ROWS + 1)
+        max(len(found) for row, found in members.items() if row // length == column)
+        for column in range(columns)
     ]
     lefts = [sum(widths[:column]) + 0.5 * column for column in range(len(widths))]
     at = {
-        i: ((lefts[row // _ROWS] + k) * _WIDTH, -(row % _ROWS) * _HEIGHT)
+        i: ((lefts[row // length] + k) * _WIDTH, -(row % length) * _HEIGHT)
         for row, found in members.items()
         for k, i in enumerate(found)
     }
     wide = (lefts[-1] + widths[-1]) * _WIDTH
-    high = (min(max(rows), _ROWS - 1) + 1) * _HEIGHT
-    made, axes = figure(min(wide, 150) + 0.5, high + 0.5)
+    high = length * _HEIGHT
+    made, (axes,) = figure(min(wide, 150) + 0.5, high + 0.5)
     for i, (layer, cost) in enumerate(zip(profile.graph.layers, profile.costs, strict=True)):
         x, y = at[i]
         for ref in layer.inputs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#e
 """Of stages, in turn."""
 
 
-def figure(width: float, height: float) -> tuple[Any, Any]:
-    """Return a figure of so many inches and its axes."""
+def figure(width: float, height: float, heights: Sequence[float] = (1.0,)) -> tuple[Any, list[Any]]:
+    """Return a figure of so many inches and its axes, one below the other, of these relative heights."""
     made = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(made)
-    return made, made.subplots()
+    axes = made.subplots(len(heights), squeeze=False, height_ratios=list(heights))
+    return made, list(axes[:, 0])
 
 
 def save(made: Any, path: Path) -> None:
