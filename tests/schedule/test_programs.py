@@ -71,7 +71,7 @@ def test_pipedream_uses_the_versions_of_its_update_rule(num_stages, number, extr
     program = generate(ScheduleChoice(extra_in_flight=extra), straight(*[1] * num_stages), number)
     updates = symbolic.run(program)
     for stage in range(num_stages):
-        ahead = extra if stage < num_stages - 1 else 0
+        ahead = -(-extra * (num_stages - 1 - stage) // max(num_stages - 1, 1))
         for k in range(number):
             version = max(0, k - num_stages + 1 + stage - ahead)
             assert updates[stage, k + 1] == [(k, version)]
@@ -155,6 +155,11 @@ def test_depth_is_warm_up_plus_one(replicas, depths):
 
 def test_extra_minibatches_are_shared_by_replicas():
     assert in_flight_depth((2, 1, 1), 1) == (3, 3, 1)
+
+
+def test_extra_minibatches_taper_off_so_that_every_boundary_has_one():
+    assert in_flight_depth((1, 1, 1, 1), 3) == (7, 5, 3, 1)
+    assert in_flight_depth((1, 1, 1, 1), 1) == (5, 4, 3, 1)
 
 
 @pytest.mark.parametrize("policy", ["never", "except-last", "always"])
