@@ -103,9 +103,7 @@ def test_a_deadlock_names_who_waits() -> None:
         for s in (0, 1)
     ]
     channels = (ACTIVATION, Channel(Kind.GRADIENT, 1, 0))
-    with pytest.raises(
-        PdmpiError, match=r"deadlocks.*rank 0 at row 1: WAIT_SEND.*rank 1 at row 1: WAIT"
-    ):
+    with pytest.raises(PdmpiError, match=r"deadlocks.*rank 0 at row 1: WAIT_SEND.*rank 1 at row 1: WAIT"):
         simulate(written(TWO, *crossed, channels=channels), Costs.uniform(TWO))
 
 
