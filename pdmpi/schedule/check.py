@@ -12,7 +12,7 @@ from pdmpi.errors import PdmpiError
 from pdmpi.schedule.checks.coverage import check_coverage, check_messages, check_sequence
 from pdmpi.schedule.checks.lifetimes import check_lifetimes
 from pdmpi.schedule.checks.part import parts
-from pdmpi.schedule.checks.progress import check_deadlock, check_order
+from pdmpi.schedule.checks.progress import check_deadlock, check_order, check_reduction_order
 from pdmpi.schedule.checks.shape import check_counts, check_shape
 from pdmpi.schedule.checks.versions import check_updates, check_versions
 from pdmpi.schedule.program import Program
@@ -92,5 +92,6 @@ def violations(program: Program) -> list[Violation]:
         for check_part in _PART_CHECKS:
             found += check_part(part)
     found += check_order(program)
+    found += check_reduction_order(program)
     found += check_deadlock(program)
     return found

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 import numpy as np
-from shapes import straight
+from shapes import loop, straight
 
 from pdmpi.plan.plan import ScheduleChoice
 from pdmpi.schedule.program import OPERANDS, Group, Op, Program, Topology
@@ -231,6 +231,16 @@ def incomplete_round():
     return dataclasses.replace(program_of("1f1b", 1, microbatches=4, number=1), microbatches_per_update=(3,))
 
 
+def reduces_two_stages_in_another_order():
+    chosen = ScheduleChoice(name="interleaved", microbatches=4)
+    p = generate(chosen, loop(1, 2, replicas=2), 1)
+    one = int(np.flatnonzero((p.rows[1][:, 0] == Op.POST_REDUCE) & (p.rows[1][:, 1] == 1))[0])
+    other = int(np.flatnonzero((p.rows[1][:, 0] == Op.POST_REDUCE) & (p.rows[1][:, 1] == 0))[0])
+    before = int(np.flatnonzero((p.rows[1][:, 0] == Op.BACKWARD) & (p.rows[1][:, 1] == 0))[-2])
+    assert before < one < other
+    return moved(p, 1, other, one)
+
+
 def recomputes_from_another_input():
     p = program_of("gpipe", 1, 1, microbatches=4, number=1, recompute="always")
     return changed(p, 1, row_of(p, 1, Op.RECOMPUTE, 1), "input", 2)
@@ -341,6 +351,11 @@ FAULTS: list[tuple[Callable[[], Program], Fault, str]] = [
         "grad_out slot 1 of stage 1 is filled for microbatch 3 while microbatch 1",
     ),
     (wrong_slot, Fault.SLOT, "uses slot 1, but microbatch 2 is in slot 0"),
+    (
+        reduces_two_stages_in_another_order,
+        Fault.ORDER,
+        "rank 0 posts the reduction of group 1 up to microbatch 3 here",
+    ),
     (recomputes_from_another_input, Fault.SLOT, "uses input slot 2, but microbatch 1 is in slot 1"),
     (update_too_early, Fault.UPDATE, "update misses the gradients of microbatch 3"),
     (lacks_an_update, Fault.UPDATE, "stage 1 has 3 updates, not 4"),

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pdmpi.schedule.execution import Execution, execute
 from pdmpi.schedule.matching import NOBODY, streams
-from pdmpi.schedule.program import Instruction, Op, Program
+from pdmpi.schedule.program import Instruction, Op, Program, Rows
 from pdmpi.schedule.violation import Fault, Violation
 
-__all__ = ["check_deadlock", "check_order"]
+__all__ = ["check_deadlock", "check_order", "check_reduction_order"]
 
 
 def check_order(program: Program) -> Iterator[Violation]:
@@ -37,6 +38,32 @@ def check_order(program: Program) -> Iterator[Violation]:
                 Fault.ORDER, stream.target, -1,
                 f"{where}: {len(sent)} sends, {len(received)} receives",
             )  # fmt: skip
+
+
+def check_reduction_order(program: Program) -> Iterator[Violation]:
+    """Yield reductions over the same ranks that these post in different order.
+
+    Sums over one set of ranks share a communicator, where only order tells them apart.
+    """
+    together: dict[tuple[int, ...], list[int]] = {}
+    for index, group in enumerate(program.groups):
+        together.setdefault(group.ranks, []).append(index)
+    for ranks, groups in together.items():
+        if len(groups) == 1:
+            continue
+        posts = [_posts(program.rows[rank], groups) for rank in ranks]
+        for rank, at in zip(ranks[1:], posts[1:], strict=True):
+            first, other = program.rows[ranks[0]][posts[0], 2:4], program.rows[rank][at, 2:4]
+            both = min(len(first), len(other))
+            differs = np.flatnonzero((first[:both] != other[:both]).any(axis=1))
+            if len(differs):
+                (k, group), row = first[differs[0]].tolist(), int(at[differs[0]])
+                due = f"group {group} up to microbatch {k}"
+                yield Violation(Fault.ORDER, rank, row, f"rank {ranks[0]} posts the reduction of {due} here")
+
+
+def _posts(rows: Rows, groups: list[int]) -> NDArray[np.int64]:
+    return np.flatnonzero((rows[:, 0] == Op.POST_REDUCE) & np.isin(rows[:, 3], groups))
 
 
 def check_deadlock(program: Program) -> Iterator[Violation]:
