@@ -16,6 +16,7 @@ from pdmpi.cli.output import Progress, emit, human_seconds, json_option, table
 from pdmpi.cli.tables import shape_of
 from pdmpi.config.load import load_config
 from pdmpi.config.run import RunConfig
+from pdmpi.errors import InputError
 from pdmpi.plan.plan import Plan
 from pdmpi.plan.store import load_plan, plan_from_bytes, plan_to_bytes
 from pdmpi.runtime.evaluation import Score
@@ -59,7 +60,7 @@ def command(
       mpirun -n 3 pdmpi train run.toml --plan plan-of-4.h5 --resume auto --replan auto
       pdmpi train run.toml --plan one-rank.h5 --resume none --init model.safetensors --json
     """
-    run = load_config(config)
+    run = _read(config)
     from pdmpi.runtime.agree import from_rank_0
     from pdmpi.runtime.keeper import Keeper
     from pdmpi.runtime.replan import fits
@@ -84,12 +85,12 @@ def command(
             plan = planned_again(plan, transport)
             notice(f"planned again for {transport.size} ranks: {shape_of(plan)}")
         directory = run_dir or Path(run.output.run_dir)
-        from_rank_0(transport, lambda: _lock(directory, job, held))
         label = label_of(plan, transport.rank) or "no stage"
         with Watch(transport, label) as watch:
             transport.describe = watch.describe
             shown = _Shown(run, plan, directory, is_first)
             trainer = Trainer(run, plan, transport, load_datasets(run), shown)
+            from_rank_0(transport, lambda: _lock(directory, job, held))  # after all checks of the input
             keeper = Keeper(
                 run, plan, trainer, transport, run_dir=directory, job=job, stop=stop, notice=shown.notice
             )
@@ -103,6 +104,16 @@ def command(
             keeper.finish(position)
             shown.close(as_json)
     transport.close()
+
+
+def _read(config: Path) -> RunConfig:
+    """Read the configuration; MPI is started when it is wrong, so that its ranks say so once."""
+    try:
+        return load_config(config)
+    except InputError:
+        import pdmpi.transport.mpi  # noqa: F401
+
+        raise
 
 
 def _lock(directory: Path, job: JobEnvironment, held: contextlib.ExitStack) -> bytes:
