@@ -118,7 +118,7 @@ def test_whatever_the_checker_passes_does_what_it_should(program, seed):
         symbolic.run(program, seed + 1, rendezvous=False)
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(mutants())
 def test_a_report_can_be_drawn_of_any_broken_program(program):
     found = violations(program)
