@@ -90,22 +90,21 @@ def large_sends_need_no_receive_to_be_posted_first(transport: MpiTransport) -> N
 
 @check
 def a_transfer_progresses_while_both_compute(transport: MpiTransport) -> float:
-    """After 0.3 s without a call, the waits find the message there."""
+    """The whole message is there although neither rank has called anything since it was posted."""
     peer = transport.rank ^ 1
-    if peer >= transport.size:
-        transport.barrier()
-        return 0.0
-    mine, theirs = np.zeros(1 << 25, np.uint8), np.ones(1 << 25, np.uint8)
-    arriving, leaving = transport.post_recv(theirs, peer, 0, 0), transport.post_send(mine, peer, 0, 0)
-    time.sleep(0.3 * transport.size / 2)
     begin = time.perf_counter()
-    arriving.wait()
-    leaving.wait()
-    late_s = time.perf_counter() - begin
+    if peer < transport.size:
+        mine, theirs = np.zeros(1 << 25, np.uint8), np.ones(1 << 25, np.uint8)
+        arriving, leaving = transport.post_recv(theirs, peer, 0, 0), transport.post_send(mine, peer, 0, 0)
+        while theirs.any() and time.perf_counter() - begin < 20:
+            time.sleep(0.01)
+        arrived = not theirs.any()
+        arriving.wait()
+        leaving.wait()
+        assert arrived
+    took_s = time.perf_counter() - begin
     transport.barrier()
-    assert not theirs.any()
-    assert late_s < 0.003, late_s
-    return late_s
+    return took_s
 
 
 def wrong_length(transport: MpiTransport, length: int) -> str:
