@@ -41,6 +41,11 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.random = False
         self.writes = set()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Keep torch from importing its compiler, which takes seconds, for the sake of this mode."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -57,12 +62,27 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise RuntimeError("what it does depends on the values of a tensor")
         if tensors and not any(on_meta):
             return func(*args, **kwargs)
+        if func in _BATCH_NORMS:
+            return _normalised(args[0])
         kwargs.pop("generator", None)
         kwargs.pop("pin_memory", None)
         makes = not tensors and any(argument.name == "device" for argument in func._schema.arguments)
         if makes or isinstance(kwargs.get("device"), torch.device):
             kwargs["device"] = META
         return func(*map_tree(stand_in, args), **map_tree(stand_in, kwargs))
+
+
+_BATCH_NORMS = (
+    torch.ops.aten.native_batch_norm.default,
+    torch.ops.aten._native_batch_norm_legit.default,
+    torch.ops.aten._native_batch_norm_legit.no_stats,
+)
+
+
+def _normalised(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what batch normalisation does; torch's own way, on ``meta``, loads its compiler."""
+    channels = x.shape[1]
+    return torch.empty_like(x), x.new_empty(channels), x.new_empty(channels)
 
 
 @dataclass(frozen=True, slots=True)

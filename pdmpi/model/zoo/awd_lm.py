@@ -90,9 +90,7 @@ class AWDLM(nn.Module):
         embedding, first, between, last, weights = dropouts
         sizes = [width, *[hidden] * (layers - 1), width]
         self.embedding = EmbeddingDropout(vocabulary, width, embedding)
-        self.rnns = nn.ModuleList(
-            WeightDropLSTM(a, b, weights) for a, b in pairwise(sizes)
-        )
+        self.rnns = nn.ModuleList(WeightDropLSTM(a, b, weights) for a, b in pairwise(sizes))
         self.drops = nn.ModuleList(LockedDropout(p) for p in [first, *[between] * (layers - 1), last])
         self.decoder = nn.Linear(width, vocabulary)
         self.decoder.weight = self.embedding.weight
@@ -107,6 +105,9 @@ class AWDLM(nn.Module):
         return result
 
 
-def awd_lm(vocabulary: int = 10000, width: int = 400, hidden: int = 1150, layers: int = 3) -> AWDLM:
-    """Return the model; 24,221,600 parameters by default."""
-    return AWDLM(vocabulary, width, hidden, layers)
+def awd_lm(
+    vocabulary: int = 10000, width: int = 400, hidden: int = 1150, layers: int = 3, dropout: float = 1.0
+) -> AWDLM:
+    """Return the model; 24,221,600 parameters by default.  ``dropout`` scales all of the paper's."""
+    embedding, first, between, last, weights = (dropout * p for p in (0.1, 0.4, 0.25, 0.4, 0.5))
+    return AWDLM(vocabulary, width, hidden, layers, (embedding, first, between, last, weights))

@@ -70,6 +70,12 @@ class S2VT(nn.Module):
         return result
 
 
-def s2vt(vocabulary: int = 12594, features: int = 4096, width: int = 500, hidden: int = 1000) -> S2VT:
+def s2vt(
+    vocabulary: int = 12594,
+    features: int = 4096,
+    width: int = 500,
+    hidden: int = 1000,
+    dropout: float = 0.5,
+) -> S2VT:
     """Return the model; 36,968,094 parameters by default."""
-    return S2VT(vocabulary, features, width, hidden)
+    return S2VT(vocabulary, features, width, hidden, dropout)
