@@ -14,6 +14,7 @@ from pdmpi.plan.plan import Plan
 from pdmpi.plan.store import load_plan
 from pdmpi.schedule.registry import SCHEDULES
 from pdmpi.schedule.topology import topology_of
+from pdmpi.simulate.auto_depth import auto_depth
 from pdmpi.simulate.forecast import Forecast, adapted, forecast
 from pdmpi.simulate.trace import write_trace
 
@@ -30,7 +31,8 @@ _PICTURES = (".png", ".svg", ".pdf")
 @click.option(
     "--microbatches", type=click.IntRange(1), help="Microbatches of a minibatch [default: the plan's]."
 )
-@click.option("--extra-in-flight", type=click.IntRange(0), help="Minibatches in flight beyond the depth.")
+@click.option("--extra-in-flight", metavar="N|auto",
+              help="Minibatches in flight beyond the depth; auto: as few as hide the transfers.")  # fmt: skip
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw the pipeline (.png, .svg, .pdf).")
 @click.option(
     "--trace", type=click.Path(path_type=Path), help="Write a trace that ui.perfetto.dev opens (.json)."
@@ -38,7 +40,7 @@ _PICTURES = (".png", ".svg", ".pdf")
 @json_option
 def command(
     plan: Path, minibatches: int | None, schedule: str | None, microbatches: int | None,
-    extra_in_flight: int | None, plot: Path | None, trace: Path | None, as_json: bool,
+    extra_in_flight: str | None, plot: Path | None, trace: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Predict throughput, utilisation and memory of a plan; draw its pipeline.
 
@@ -49,6 +51,7 @@ def command(
     Examples:
       pdmpi simulate plan.h5
       pdmpi simulate plan.h5 --plot pipeline.png --trace trace.json
+      pdmpi simulate plan.h5 --extra-in-flight auto
       pdmpi simulate plan.h5 --schedule 1f1b --microbatches 8 --minibatches 3 --plot 1f1b.png
     """
     if plot is not None and plot.suffix not in _PICTURES:
@@ -60,8 +63,12 @@ def command(
     ]
     InputError.collect(problems)
     loaded = load_plan(plan)
-    choice = adapted(loaded.schedule, topology_of(loaded), schedule, microbatches, extra_in_flight)
+    extra = _extra(extra_in_flight)
+    choice = adapted(loaded.schedule, topology_of(loaded), schedule, microbatches, extra)
     chosen = replace(loaded, schedule=choice)
+    if extra_in_flight == "auto":
+        depth = auto_depth(chosen)
+        chosen = replace(chosen, schedule=replace(choice, extra_in_flight=depth.extra_in_flight))
     found = forecast(chosen, minibatches or 0)
     if plot is not None:
         from pdmpi.simulate.draw import draw  # matplotlib takes a second to import
@@ -70,6 +77,15 @@ def command(
     if trace is not None:
         write_trace(found.timeline, trace)
     emit(_data(chosen, found, plot, trace), _tables(chosen, found), as_json)
+
+
+def _extra(text: str | None) -> int | None:
+    """Read ``--extra-in-flight``; ``None`` keeps the plan's."""
+    if text is None or text == "auto":
+        return None
+    if not text.isdecimal():
+        raise InputError(f"--extra-in-flight {text!r} is neither a number nor auto")
+    return int(text)
 
 
 def _data(plan: Plan, found: Forecast, plot: Path | None, trace: Path | None) -> dict[str, object]:
@@ -96,6 +112,7 @@ def _tables(plan: Plan, found: Forecast) -> list[Table]:
         ("time between microbatches", human_seconds(report.period_s)),
         ("throughput, filling and draining counted", f"{report.overall_samples_per_s:.4g} samples/s"),
         ("duration of the program", human_seconds(report.duration_s)),
+        ("minibatches in flight beyond the depth", str(plan.schedule.extra_in_flight)),
     ]
     ranks = [
         (

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.patheffects import withStroke
 
-from pdmpi.schedule.program import Kind, Op, Program
+from pdmpi.schedule.program import Kind, Op, Program, Topology
 from pdmpi.simulate.boxes import Box, boxes
 from pdmpi.simulate.palette import ARROWS, EDGE, HATCHES, IDLE, colour, legend
 from pdmpi.simulate.report import completions
@@ -31,6 +31,7 @@ _ALL_LANES_INCHES = 18.0
 _TEXT_LANE_INCHES = 0.28
 """Height of a lane from which on boxes carry text."""
 
+_MAX_RANKS = 96
 _MARGIN_INCHES = 0.08
 """Room on the right for an update at the very end."""
 _SQUEEZE = 1.2
@@ -92,7 +93,7 @@ class _Lane:
 def _lanes(timeline: Timeline, measured: Timeline | None) -> list[_Lane]:
     topology = timeline.program.topology
     lanes = []
-    for rank in range(topology.num_ranks):
+    for rank in _ranks(topology):
         played = [(s, own.index(rank)) for s, own in enumerate(topology.ranks) if rank in own]
         names = [f"{s}" if len(topology.ranks[s]) == 1 else f"{s} · replica {r}" for s, r in played]
         label = f"{'stages' if len(names) > 1 else 'stage'} {', '.join(names)}"
@@ -103,6 +104,13 @@ def _lanes(timeline: Timeline, measured: Timeline | None) -> list[_Lane]:
             lanes.append(_Lane(timeline, rank, f"{label}\npredicted"))
             lanes.append(_Lane(measured, rank, "measured"))
     return lanes
+
+
+def _ranks(topology: Topology) -> list[int]:
+    """Return the ranks that are shown: all, or the first and the last of very many."""
+    ranks = list(range(topology.num_ranks))
+    half = _MAX_RANKS // 2
+    return ranks if len(ranks) <= _MAX_RANKS else ranks[:half] + ranks[-half:]
 
 
 def _smallest(timeline: Timeline, spans: Sequence[_Span]) -> float:
@@ -143,7 +151,10 @@ def _title(program: Program) -> str:
     replicas = [len(own) for own in program.topology.ranks]
     stages = f"{len(replicas)} stage{'s' if len(replicas) > 1 else ''}"
     shape = f" ({'-'.join(map(str, replicas))} replicas)" if max(replicas) > 1 else ""
-    return f"{program.schedule}: {stages}{shape}, {program.num_microbatches} microbatches"
+    title = f"{program.schedule}: {stages}{shape}, {program.num_microbatches} microbatches"
+    ranks = program.topology.num_ranks
+    shown = f"; the first and the last {_MAX_RANKS // 2} of {ranks} ranks" if ranks > _MAX_RANKS else ""
+    return title + shown
 
 
 def _label_axes(
@@ -231,7 +242,7 @@ class _Painter:
                 self.used.add(box.op)
                 self._paint_box(box, y, height)
         if not paired:
-            self._paint_transfers(lanes[0].timeline)
+            self._paint_transfers(lanes)
 
     def _rectangle(self, y: int, height: float, start_s: float, end_s: float, **style: Any) -> None:
         corner = (start_s * self._style.factor, y - height / 2)
@@ -272,18 +283,21 @@ class _Painter:
         if both:
             self._axes.text(x, y + 0.26 * height, small, fontsize=6.5, color="#333333", **place)
 
-    def _paint_transfers(self, timeline: Timeline) -> None:
+    def _paint_transfers(self, lanes: Sequence[_Lane]) -> None:
         """Paint a line for each message, from its sender's lane to its receiver's."""
+        timeline = lanes[0].timeline
         moves = timeline.transfers
+        lane_of = np.full(timeline.program.topology.num_ranks, -1)
+        lane_of[[lane.rank for lane in lanes]] = np.arange(len(lanes))
         shown = (moves.start_s < self._end) & (moves.end_s > self._begin) & (moves.end_s > moves.start_s)
-        shown &= moves.source != moves.target
+        shown &= (lane_of[moves.source] >= 0) & (lane_of[moves.target] >= 0) & (moves.source != moves.target)
         kinds = np.array([channel.kind for channel in timeline.program.channels], np.int64)
         for kind in Kind:
             chosen = np.flatnonzero(shown & (kinds[moves.channel] == kind))
             if not len(chosen):
                 continue
             times = np.stack([moves.start_s[chosen], moves.end_s[chosen]], axis=1) * self._style.factor
-            source, target = moves.source[chosen], moves.target[chosen]
+            source, target = lane_of[moves.source[chosen]], lane_of[moves.target[chosen]]
             edge = 0.37 * np.sign(target - source)
             lines = np.stack([times, np.stack([source + edge, target - edge], axis=1)], axis=2)
             self.used.add(kind)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from pdmpi.schedule.program import Channel, Program
+from pdmpi.schedule.program import Program
 
 __all__ = ["Floats", "Timeline", "Transfers"]
 
@@ -71,7 +71,3 @@ class Timeline:
     def duration_s(self) -> float:
         """Seconds until the last rank is done."""
         return max((float(end[-1]) for end in self.end_s if len(end)), default=0.0)
-
-    def channel(self, index: int) -> Channel:
-        """Return a channel of the program."""
-        return self.program.channels[index]

@@ -135,6 +135,22 @@ def test_the_command_answers_in_json(plan_file: Path, name: str) -> None:
     assert all(rank["memory_bytes"] > 0 for rank in data["report"]["ranks"])
 
 
+def test_the_command_chooses_the_depth(plan_file: Path) -> None:
+    options = [[str(plan_file), "--extra-in-flight", extra, "--json"] for extra in ("0", "auto")]
+    runs = [CliRunner().invoke(command, given) for given in options]
+    none, auto = (json.loads(ran.output) for ran in runs)
+    assert none["schedule"]["extra_in_flight"] == 0
+    assert auto["schedule"]["extra_in_flight"] > 0
+    assert auto["report"]["samples_per_s"] > 1.3 * none["report"]["samples_per_s"]
+
+
+def test_very_many_ranks_are_shown_in_part(tmp_path: Path) -> None:
+    program = generate(ScheduleChoice(), Topology.straight([1] * 100), 3)
+    path = tmp_path / "many.png"
+    draw(simulate(program, Costs.uniform(program.topology, message_s=0.1)), path)
+    assert imread(path).shape[0] < 2600
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -142,6 +158,7 @@ def test_the_command_answers_in_json(plan_file: Path, name: str) -> None:
         (["--schedule", "zb-v"], "zb-v"),
         (["--minibatches", "3"], "multiple of 2"),
         (["--plot", "p.bmp"], "p.bmp"),
+        (["--extra-in-flight", "some"], "neither a number nor auto"),
         (["--trace", "nowhere/t.json"], "no directory nowhere"),
     ],
 )
