@@ -114,7 +114,8 @@ class Keeper:
                 start=position.total,
                 notice=self._notice,
             )
-        self._last_saved = position.total if checkpoint is not None else -1
+        if checkpoint is not None and self._is_ours(checkpoint):
+            self._last_saved = position.total
         self._last_save_s = self._last_drain_s = time.monotonic()
         self._transport.barrier()
         self.say("running", position)
@@ -293,10 +294,15 @@ class Keeper:
         """Drop metrics of minibatches that will be trained again, so that curves do not overlap."""
         size = checkpoint.manifest.state.get("metrics_bytes")
         path = self._run_dir / _METRICS
-        ours = checkpoint.directory.parent.parent.resolve() == self._run_dir.resolve()
-        if self._transport.rank == 0 and ours and isinstance(size, int) and path.exists():
+        if not isinstance(size, int) or not self._is_ours(checkpoint):
+            return
+        if self._transport.rank == 0 and path.exists():
             with path.open("r+b") as file:
                 file.truncate(min(size, path.stat().st_size))
+
+    def _is_ours(self, checkpoint: Checkpoint) -> bool:
+        """Whether a checkpoint was written by this very run, not by another that this one starts from."""
+        return checkpoint.directory.parent.parent.resolve() == self._run_dir.resolve()
 
     def _agree(self, problems: Iterable[str]) -> None:
         """Raise the same error on every rank when one of them found a problem."""

@@ -1,0 +1,208 @@
+"""A run that was stopped, killed, re-sharded or denied its disk goes on exactly where it was."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from faults.fault_run import (
+    arguments,
+    assert_same_run,
+    assert_same_state,
+    losses,
+    make_run,
+    newest,
+    train,
+)  # fmt: skip
+from launch import start
+
+from pdmpi.checkpoint.lock import RunLock
+from pdmpi.checkpoint.safetensors import SafetensorsFile, export
+from pdmpi.checkpoint.status import read_status
+
+pytestmark = pytest.mark.mpi
+
+STEPS = 48
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    """Plans, and in ``whole`` the run that nothing interrupted."""
+    directory = tmp_path_factory.mktemp("runs")
+    make_run(directory, STEPS, (2, 1), (1,))
+    code, said = train(directory, "2-1", directory / "whole")
+    assert code == 0, said
+    assert newest(directory / "whole").manifest.minibatch == STEPS
+    return directory
+
+
+def wait_for_loss(run_dir: Path, count: int, job: subprocess.Popen, timeout_s: float = 120.0) -> None:
+    """Wait until so many losses are recorded."""
+    deadline, path = time.monotonic() + timeout_s, run_dir / "metrics.jsonl"
+    while not path.exists() or path.read_text().count('"loss", ') < count:
+        assert job.poll() is None, "".join(job.communicate())
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_signal_checkpoints_and_the_resumed_run_is_bitwise_the_whole_one(runs, tmp_path):
+    job = start(3, arguments(runs, "2-1", tmp_path, "--resume", "auto"))
+    wait_for_loss(tmp_path, 6, job)
+    job.send_signal(signal.SIGUSR1)
+    job.send_signal(signal.SIGUSR1)
+    _, said = job.communicate(timeout=120)
+    assert job.returncode == 75, said
+    assert "received SIGUSR1" in said
+    status = read_status(tmp_path)
+    assert (status.status, status.reason) == ("requeue", "SIGUSR1")
+    assert 0 < status.minibatch < STEPS
+    code, said = train(runs, "2-1", tmp_path, "--resume", "auto")
+    assert code == 0, said
+    assert f"minibatch {status.minibatch}" in said
+    assert_same_run(runs / "whole", tmp_path)
+    assert read_status(tmp_path).status == "done"
+
+
+def test_a_killed_rank_costs_what_came_after_the_checkpoint_and_no_more(runs, tmp_path):
+    job = start(3, arguments(runs, "2-1", tmp_path, "--resume", "auto"))
+    wait_for_loss(tmp_path, 12, job)
+    victim = rank_process(job, 2)
+    killed = time.monotonic()
+    os.kill(victim, signal.SIGKILL)
+    _, said = job.communicate(timeout=120)
+    assert time.monotonic() - killed < 10
+    assert job.returncode != 0
+    assert "rank 2 (stage 1, replica 0" in said
+    assert read_status(tmp_path).status == "running"
+    code, said = train(runs, "2-1", tmp_path, "--resume", "auto")
+    assert code == 0, said
+    assert "recovered the lock" in said
+    assert_same_run(runs / "whole", tmp_path)
+
+
+def rank_process(job: subprocess.Popen, rank: int) -> int:
+    """Return the process id of one rank of a job under Open MPI's mpirun."""
+    for line in subprocess.check_output(["ps", "-eo", "pid=,ppid="], text=True).splitlines():
+        pid, parent = map(int, line.split())
+        try:
+            environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if parent == job.pid and f"OMPI_COMM_WORLD_RANK={rank}".encode() in environ:
+            return pid
+    raise AssertionError(f"no rank {rank} under {job.pid}")
+
+
+def test_another_plan_starts_from_the_same_bits(runs, tmp_path):
+    """Nothing is left to train, so what the other plan read is written again as it is."""
+    code, said = train(runs, "1", tmp_path, "--resume", runs / "whole")
+    assert code == 0, said
+    found, whole = newest(tmp_path), newest(runs / "whole")
+    assert [len(c.manifest.shards) for c in (whole, found)] == [2, 1]
+    assert_same_state(whole, found)
+
+
+def test_another_plan_goes_on_training(runs, tmp_path):
+    older = sorted((runs / "whole" / "checkpoints").iterdir())[0]
+    assert int(older.name[-4:]) < STEPS
+    code, said = train(runs, "1", tmp_path, "--resume", older)
+    assert code == 0, said
+    assert newest(tmp_path).manifest.minibatch == STEPS
+    first = losses(tmp_path)[0]
+    assert (first[0], first[1]) == (1, int(older.name[-4:]) - 24)
+
+
+def test_the_plan_is_made_again_for_the_ranks_that_are_there(runs, tmp_path):
+    job = start(2, arguments(runs, "2-1", tmp_path, "--resume", runs / "whole"))
+    _, said = job.communicate(timeout=120)
+    assert job.returncode == 2
+    assert re.search("the plan is for 3 ranks, 2 were started", said)
+    job = start(2, arguments(runs, "2-1", tmp_path, "--resume", runs / "whole", "--replan", "auto"))
+    _, said = job.communicate(timeout=120)
+    assert job.returncode == 0, said
+    assert "planned again for 2 ranks" in said
+    assert_same_state(newest(runs / "whole"), newest(tmp_path))
+
+
+def test_an_export_starts_another_run(runs, tmp_path):
+    export(newest(runs / "whole"), tmp_path / "model.safetensors")
+    code, said = train(runs, "1", tmp_path / "run", "--init", tmp_path / "model.safetensors")
+    assert code == 0, said
+    assert "started from" in said
+    names = SafetensorsFile(tmp_path / "model.safetensors").names
+    assert "7.lstm.weight_ih_l0" in names
+    assert losses(tmp_path / "run")[0][2] < losses(runs / "whole")[0][2]
+    (tmp_path / "model.safetensors").write_bytes(b"x" * 99)
+    code, said = train(runs, "1", tmp_path / "run2", "--init", tmp_path / "model.safetensors")
+    assert code == 2
+    assert "is no safetensors file" in said
+
+
+def test_a_damaged_checkpoint_is_passed_over(runs, tmp_path):
+    code, said = train(runs, "1", tmp_path)
+    assert code == 0, said
+    best, older = sorted((tmp_path / "checkpoints").iterdir(), reverse=True)
+    whole = newest(tmp_path)
+    expected = {k: a.bits.copy() for k, a in whole.read(whole.names).items()}
+    shard = best / "shard-00000.h5"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    code, said = train(runs, "1", tmp_path, "--resume", "auto")
+    assert code == 0, said
+    assert f"checkpoint {best.name} is passed over: " in said
+    assert f"resumed from {older}" in said
+    again = newest(tmp_path)
+    assert again.manifest.minibatch == STEPS
+    assert all((expected[k] == a.bits).all() for k, a in again.read(again.names).items())
+    code, said = train(runs, "1", tmp_path, "--resume", tmp_path / "checkpoints" / "step-000000000001")
+    assert code == 2
+    assert "does not exist" in said
+
+
+def test_a_run_that_another_job_holds_is_refused(runs, tmp_path):
+    ours = RunLock(tmp_path, job="41")
+    code, said = train(runs, "1", tmp_path)
+    assert code == 2
+    assert f"is in use by job 41, process {os.getpid()} on " in said
+    ours.release()
+
+
+def test_the_time_limit_of_the_job_stops_it_in_time(runs, tmp_path):
+    limits = {"SLURM_JOB_ID": "5", "SLURM_JOB_END_TIME": str(int(time.time()) + 4)}
+    code, said = train(runs, "1", tmp_path, env=limits)
+    assert code == 75, said
+    assert "time limit is" in read_status(tmp_path).reason
+    assert newest(tmp_path).manifest.minibatch == 6
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to mount a small file system")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16500k", "tmpfs", disk]).returncode:
+        pytest.skip("this machine lets nobody mount a tmpfs")
+    yield disk
+    subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
+    subprocess.run(["umount", "-l", disk], check=True)
+
+
+def test_a_full_disk_loses_new_checkpoints_and_keeps_the_run(runs, small_disk):
+    code, said = train(runs, "1", small_disk)
+    assert code == 0, said
+    assert "is lost, earlier ones are kept: it needs " in said
+    assert read_status(small_disk).status == "done"
+
+
+def test_a_read_only_directory_is_refused(runs, small_disk):
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    code, said = train(runs, "1", small_disk / "run")
+    assert code == 2
+    assert "cannot be written (Read-only file system); choose another --run-dir" in said
