@@ -147,7 +147,8 @@ def cuts_of(profile: Profile, limit: int = MAX_CUTS) -> Cuts:
     compute = [i for i, layer in enumerate(graph.layers) if layer.kind != INPUT]
     if not compute:
         raise InputError("the profile holds no layer besides the inputs; profile a model with layers")
-    sources = [{graph.index[ref.layer] for ref in layer.inputs} & set(compute) for layer in graph.layers]
+    computing = set(compute)
+    sources = [{graph.index[ref.layer] for ref in layer.inputs} & computing for layer in graph.layers]
     blank = _blank(profile, compute, sources)
     readers = _readers(compute, sources)
     groups = _with_views(profile, [i for i in compute if i not in blank], sources, readers)
@@ -160,7 +161,8 @@ def cuts_of(profile: Profile, limit: int = MAX_CUTS) -> Cuts:
         joined = _ideals(_condensed(_series(nodes), sources), limit - 2 * len(nodes))
         masks = chains[0] + chains[1] + (joined or [])
         if len(set(masks)) > limit:
-            masks = min(chains, key=lambda chain: _measured(profile, chain, blank, False).sent_bytes.sum())
+            measured = [_measured(profile, chain, blank, False) for chain in chains]
+            return min(measured, key=lambda cuts: float(cuts.sent_bytes.sum()))
     return _measured(profile, masks, blank, complete)
 
 
@@ -169,6 +171,7 @@ class _Node:
     """Layers that are never parted, as a bit mask, and the layers that must lie before them."""
 
     layers: tuple[int, ...]
+    sources: frozenset[int]
     mask: int
     needs: int
 
@@ -178,10 +181,11 @@ def _mask(layers: Iterable[int]) -> int:
 
 
 def _condensed(groups: Iterable[Sequence[int]], sources: Sequence[set[int]]) -> list[_Node]:
-    return [
-        _Node(tuple(group), _mask(group), _mask(set().union(*(sources[i] for i in group)) - set(group)))
-        for group in groups
-    ]
+    nodes = []
+    for group in groups:
+        needed = frozenset().union(*(sources[i] for i in group)) - set(group)
+        nodes.append(_Node(tuple(group), needed, _mask(group), _mask(needed)))
+    return nodes
 
 
 def _readers(compute: Iterable[int], sources: Sequence[set[int]]) -> dict[int, set[int]]:
@@ -251,23 +255,22 @@ def _ideals(nodes: Sequence[_Node], limit: int) -> list[int] | None:
     found = {0}
     fresh = [0]
     while fresh:
-        grown = {
-            mask | node.mask
-            for mask in fresh
-            for node in nodes
-            if not mask & node.mask and node.needs & mask == node.needs
-        }
-        fresh = sorted(grown - found)
-        found.update(fresh)
-        if len(found) > limit:
-            return None
+        grown: set[int] = set()
+        for mask in fresh:
+            grown.update(
+                mask | node.mask for node in nodes if not mask & node.mask and node.needs & mask == node.needs
+            )
+            if len(found) + len(grown) > limit:
+                return None
+        found |= grown
+        fresh = sorted(grown)
     return sorted(found)
 
 
 def _links_of(nodes: Sequence[_Node]) -> tuple[list[set[int]], list[set[int]]]:
     """Return the nodes before and behind each node."""
     node_of = {layer: n for n, node in enumerate(nodes) for layer in node.layers}
-    before = [{node_of[i] for i in range(node.needs.bit_length()) if node.needs >> i & 1} for node in nodes]
+    before = [{node_of[i] for i in node.sources} for node in nodes]
     behind: list[set[int]] = [set() for _ in nodes]
     for n, needed in enumerate(before):
         for a in needed:
@@ -317,17 +320,15 @@ def _bits(masks: Iterable[int], count: int) -> NDArray[np.bool_]:
     return np.unpackbits(rows.reshape(-1, width), axis=1, bitorder="little")[:, :count].astype(bool)
 
 
-def _exact_sums(members: NDArray[np.bool_], values: Sequence[float]) -> Floats:
-    """Return the sum of the values of each row's members, in a fixed point in which sums are exact.
+def _fixed_point(values: Sequence[float]) -> Floats:
+    """Return the values rounded to 2^-52 of their total, so that sums of any of them are exact.
 
-    So sums over nested sets never fall, whatever the order of addition; the resolution is
-    2^-52 of the total.
+    So sums over nested sets never fall, whatever the order of addition.
     """
     array = np.array(values, dtype=float)
     total = float(array.sum())
     unit = 2.0 ** (math.frexp(total)[1] - 52) if total else 1.0
-    units = np.rint(array / unit)
-    return np.asarray(members.astype(float) @ units * unit)
+    return np.asarray(np.rint(array / unit) * unit)
 
 
 def _measured(profile: Profile, masks: Iterable[int], blank: Iterable[int], complete: bool) -> Cuts:
@@ -338,15 +339,21 @@ def _measured(profile: Profile, masks: Iterable[int], blank: Iterable[int], comp
     nonempty = np.asarray(members.any(axis=1))
     given = [i for i, layer in enumerate(graph.layers) if layer.kind == INPUT]
     members[:, [*given, *blank]] = nonempty[:, None]
-
-    def summed(values: Sequence[float]) -> Floats:
-        return _exact_sums(members, values)
-
-    seconds = summed([c.forward_s + c.backward_s for c in costs])
-    members = members[np.lexsort((members.sum(axis=1), seconds))]
+    columns = [
+        [c.forward_s for c in costs],
+        [c.backward_s for c in costs],
+        [c.parameter_bytes for c in costs],
+        [c.parameter_bytes * t for c, t in zip(costs, trained, strict=True)],
+        [c.buffer_bytes for c in costs],
+        [c.saved_bytes for c in costs],
+    ]
+    sums = members.astype(float) @ np.stack([_fixed_point(column) for column in columns], axis=1)
+    order = np.lexsort((members.sum(axis=1), sums[:, 0] + sums[:, 1]))
+    members = members[order]
+    forward, backward, parameters, gradients, buffers, saved = np.ascontiguousarray(sums[order].T)
     sent, returned = np.zeros(len(members)), np.zeros(len(members))
     read_last = set(graph.outputs)
-    for ref, names in {**dict.fromkeys(read_last, ()), **graph.consumers}.items():
+    for ref, names in {**dict.fromkeys(graph.outputs, ()), **graph.consumers}.items():
         source = graph.index[ref.layer]
         crosses = members[:, source] & ~members[:, [graph.index[name] for name in names]].all(axis=1)
         if ref in read_last:
@@ -360,12 +367,12 @@ def _measured(profile: Profile, masks: Iterable[int], blank: Iterable[int], comp
         profile=profile,
         members=members,
         complete=complete,
-        forward_s=summed([c.forward_s for c in costs]),
-        backward_s=summed([c.backward_s for c in costs]),
-        parameter_bytes=summed([c.parameter_bytes for c in costs]),
-        gradient_bytes=summed([c.parameter_bytes * t for c, t in zip(costs, trained, strict=True)]),
-        buffer_bytes=summed([c.buffer_bytes for c in costs]),
-        saved_bytes=summed([c.saved_bytes for c in costs]),
+        forward_s=forward,
+        backward_s=backward,
+        parameter_bytes=parameters,
+        gradient_bytes=gradients,
+        buffer_bytes=buffers,
+        saved_bytes=saved,
         sent_bytes=sent,
         returned_bytes=returned,
     )

@@ -41,8 +41,8 @@ def _draw_layers(plan: Plan, axes: Any) -> None:
         axes.barh(y, len(own), left=x - 0.5, height=0.08, color=colour)
         seconds = (cost.forward_s + cost.backward_s) * 1e3
         text = (
-            f"stage {s}: {stage.replicas} x {seconds:.3g} ms compute, period {cost.period_s * 1e3:.3g} ms (bound "
-            f"by {cost.bound}), {cost.memory_bytes / 2**30:.2g} GiB a device, "
+            f"stage {s}: {stage.replicas} x {seconds:.3g} ms compute, period {cost.period_s * 1e3:.3g} ms "
+            f"(bound by {cost.bound}), {cost.memory_bytes / 2**30:.2g} GiB a device, "
             f"{cost.parameter_bytes / 2**20:.3g} MiB of parameters, sends {cost.sent_bytes / 2**20:.3g} MiB"
         )
         axes.text(-0.5, y - 0.12, text, va="center", fontsize=8)

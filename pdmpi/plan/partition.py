@@ -75,7 +75,9 @@ def partition(
         return _finished(_with_extra(plan))
     found = estimate_of(plan)
     if plan.prediction.period_s > found.steady_s * 1.001 and not shape and best[0].positions <= MANY:
-        others = [plan_of(best[0], other) for other in by_stages(best[0], _MOST_COMPARED)]
+        others = [
+            plan_of(best[0], other) for other in by_stages(best[0], _MOST_COMPARED, plan.prediction.period_s)
+        ]
         plan = min([plan, *others], key=lambda plan: plan.prediction.period_s)
     return _finished(plan)
 

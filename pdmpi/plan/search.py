@@ -93,13 +93,16 @@ def search(problems: Sequence[Problem]) -> tuple[Problem, Found] | None:
     return best
 
 
-def by_stages(problem: Problem, most: int) -> list[Found]:
-    """Return, for each number of stages up to ``most`` that fits, the partition with the smallest period."""
+def by_stages(problem: Problem, most: int, bound_s: float = math.inf) -> list[Found]:
+    """Return, for each number of stages up to ``most``, the partition with the smallest period in the bound.
+
+    Numbers of stages for which nothing fits are left out.
+    """
     in_uses = range(problem.positions, 0, -1) if problem.memory_limited else [problem.positions]
     best: dict[int, Found] = {}
     for in_use in in_uses:
         table = _Table(problem, in_use, exact_end=problem.memory_limited)
-        for count, found in table.solve_each(most).items():
+        for count, found in table.solve_each(most, bound_s).items():
             if count not in best or _precedes(found, best[count]):
                 best[count] = found
     return [best[count] for count in sorted(best)]
@@ -194,9 +197,9 @@ class _Table:
         end = min(self._final(counts, 0), key=lambda key: (counts[key][-1], key[0]))
         return Found(self._trace(counts, limit, end, float(counts[end][-1])), self.problem.copies, period_s)
 
-    def solve_each(self, most: int) -> dict[int, Found]:
+    def solve_each(self, most: int, bound_s: float) -> dict[int, Found]:
         """Return the best partition of each number of stages up to ``most`` that there is."""
-        table = self._sweep(math.inf, most=most)
+        table = self._sweep(bound_s, most=most)
         found = {}
         for count in range(1, most + 1):
             ends = [key for key in self._final(table, count) if math.isfinite(table[key][-1])]
