@@ -121,13 +121,13 @@ class Watch:
             failure = RankFailure(f"{me} called sys.exit({error.code!r}) in the middle of the run")
             failure.exit_code = error.code if isinstance(error.code, int) and error.code else 1
             raise failure from error
-        if isinstance(error, RankFailure):
+        if not isinstance(error, PdmpiError):
+            _say(f"{me} failed: {type(error).__name__}: {error}")
+        elif error.exit_code == PdmpiError.exit_code:
             for rank in self._near:
                 state = state_of(self.peers[rank].pid)
                 if state in _SUSPECT:
                     _say(f"{self.describe(rank)} {_SUSPECT[state]}")
-        elif not isinstance(error, PdmpiError):
-            _say(f"{me} failed: {type(error).__name__}: {error}")
 
 
 def _say(message: str) -> None:

@@ -1,0 +1,77 @@
+"""A rank of a real training run is killed or stopped: the job ends soon and says who it was."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from faults.fault_run import make_run
+from launch import PDMPI, each_mpi, start
+
+LIMIT_S = 10.0
+STALL_TIMEOUT_S = 2
+
+
+@pytest.fixture(scope="module")
+def run_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("train")
+    make_run(directory, 100_000, (2, 1))
+    config = directory / "run.toml"
+    text = config.read_text().replace("stall_timeout_s = 60", f"stall_timeout_s = {STALL_TIMEOUT_S}")
+    config.write_text(text.replace("[checkpoint]", "[checkpoint]\nenabled = false"))
+    return directory
+
+
+def pid_of(rank: int, run_dir: Path) -> int:
+    """Find a rank's process by what its launcher told it."""
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+            environment = (entry / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        ranks = {f"{name}={rank}".encode() for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK")}
+        if str(run_dir).encode() in words and b"train" in words and ranks & set(environment):
+            return int(entry.name)
+    raise LookupError(f"no rank {rank}")
+
+
+def run_and_hit(files: Path, run_dir: Path, mpi: str, number: int) -> tuple[int, str]:
+    """Send a signal to rank 2 once the run trains; return the exit code and stderr."""
+    arguments = [*PDMPI, "train", files / "run.toml", "--plan", files / "2-1.h5", "--run-dir", run_dir]
+    job = start(3, arguments, mpi)
+    try:
+        deadline = time.monotonic() + 60
+        metrics = run_dir / "metrics.jsonl"
+        while not (metrics.exists() and metrics.stat().st_size > 1000):
+            assert job.poll() is None, job.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        os.kill(pid_of(2, run_dir), number)
+        _, stderr = job.communicate(timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        pytest.fail(f"still running {LIMIT_S:g} s after signal {number}")
+    finally:
+        if job.poll() is None:
+            job.terminate()
+    return job.returncode, stderr
+
+
+@each_mpi
+def test_a_killed_rank(run_files: Path, tmp_path: Path, mpi: str) -> None:
+    code, stderr = run_and_hit(run_files, tmp_path, mpi, signal.SIGKILL)
+    assert code != 0
+    assert "pdmpi: error: rank 2 (stage 1" in stderr
+    assert ") died" in stderr
+
+
+@pytest.mark.mpi
+def test_a_stopped_rank(run_files: Path, tmp_path: Path) -> None:
+    code, stderr = run_and_hit(run_files, tmp_path, "openmpi", signal.SIGSTOP)
+    assert code == 1
+    assert "pdmpi: error: rank 2 (stage 1" in stderr
+    assert "is stopped" in stderr
