@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pdmpi.model.keys import seed_of
 from pdmpi.model.tree import map_tree, tensors_of
 
-__all__ = ["Tape", "cast", "storage_id", "written"]
+__all__ = ["META", "Tape", "cast", "pretended", "storage_id", "written"]
 
 META = torch.device("meta")
 
@@ -204,10 +204,26 @@ class Tape:
 
         args, kwargs = map_tree(thaw, record.args), map_tree(thaw, record.kwargs)
         if record.number is not None:
-            generator = kwargs.pop("generator", None)
+            generator = kwargs.get("generator")
+            if generator is not None:
+                kwargs["generator"] = None
             stream = self.seed if generator is None else generator.initial_seed()
             torch.manual_seed(seed_of(stream, "initialisation", record.number))
         return tensors_of(record.func(*args, **kwargs))
+
+
+def pretended(func: Callable[..., Any]) -> torch.device | bool | None:
+    """Return what a getter of a ``meta`` tensor says for it to pass as one on the CPU, else None."""
+    if getattr(func, "__name__", "") != "__get__":
+        return None
+    return _PRETENDED.get(getattr(func, "__self__", None))
+
+
+_PRETENDED: Mapping[Any, torch.device | bool] = {
+    Tensor.device: torch.device("cpu"),
+    Tensor.is_meta: False,
+    Tensor.is_cpu: True,
+}
 
 
 def cast(module: nn.Module, dtype: torch.dtype) -> None:
@@ -276,7 +292,10 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Reads(TorchFunctionMode):
-    """Gives code that reads values outside torch (``numpy``, ``tolist``) the real ones."""
+    """Gives code that reads values outside torch (``numpy``, ``tolist``) the real ones.
+
+    Tensors say that they live on the CPU: ``torch.nn.init`` leaves ``meta`` tensors alone.
+    """
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()
@@ -289,6 +308,9 @@ class _Reads(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        told = pretended(func)
+        if told is not None and self._tape.knows(args[0]):
+            return told
         reads = getattr(func, "__name__", "") in ("numpy", "tolist", "__array__")
         if reads and self._tape.knows(args[0]):
             args = (self._tape.realise(args[0].detach()), *args[1:])
@@ -323,7 +345,8 @@ def _to_cpu(leaf: Any) -> Any:
 
 
 def _meta_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: map_tree(_to_meta, v) for k, v in kwargs.items() if k not in ("generator", "pin_memory")}
+    kept = {k: map_tree(_to_meta, v) for k, v in kwargs.items() if k != "pin_memory"}
+    return {**kept, "generator": None} if "generator" in kept else kept
 
 
 def _data_dependent(error: Exception) -> bool:

@@ -169,7 +169,8 @@ class _StateNames:
         """Return the names of the parameters that a layer reads."""
         names = dict.fromkeys(path for path in state.tensors if path in self._parameters)
         for path in state.modules:
-            names.update(dict.fromkeys(name for name in self._parameters if name.startswith(f"{path}.")))
+            held = self._root.get_submodule(path).named_parameters(path, remove_duplicate=False)
+            names.update(dict.fromkeys(name for name, _ in held))
         return tuple(names)
 
     def trained(self, name: str) -> bool:
@@ -185,12 +186,17 @@ class _StateNames:
 
     def with_rest(self, state: Mapping[str, LayerState], first: str) -> LayerState:
         """Return the first layer's state, with the tensors added that no layer reads."""
-        modules = [f"{path}." for s in state.values() for path in s.modules]
+        modules = {path for s in state.values() for path in s.modules}
         tensors = {path for s in state.values() for path in s.tensors}
         rest = [
             name
             for source in (self._parameters, dict(self._root.named_buffers(remove_duplicate=False)))
             for name in source
-            if name not in tensors and not any(name.startswith(prefix) for prefix in modules)
+            if name not in tensors and modules.isdisjoint(_parents(name))
         ]
         return LayerState(modules=state[first].modules, tensors=(*state[first].tensors, *rest))
+
+
+def _parents(path: str) -> list[str]:
+    parts = path.split(".")
+    return [".".join(parts[:n]) for n in range(1, len(parts))]

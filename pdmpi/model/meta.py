@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pdmpi.model.deferred import META, storage_id, written
@@ -64,7 +64,8 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         if func in _BATCH_NORMS:
             return _normalised(args[0])
-        kwargs.pop("generator", None)
+        if "generator" in kwargs:
+            kwargs["generator"] = None
         kwargs.pop("pin_memory", None)
         makes = not tensors and any(argument.name == "device" for argument in func._schema.arguments)
         if makes or isinstance(kwargs.get("device"), torch.device):
@@ -93,21 +94,18 @@ class OneStep:
     nothing more.
     """
 
-    forward: Callable[..., Any]
-    batch_first: bool
-
-    def __deepcopy__(self, memo: Any) -> OneStep:
-        return self
+    module: nn.RNNBase
 
     def __call__(self, x: Any, hx: Any = None) -> Any:
         """Return what the layer returns; see `torch.nn.LSTM`."""
-        if not isinstance(x, Tensor) or x.device.type != "meta":
-            return self.forward(x, hx)
-        dim = 1 if self.batch_first and x.dim() == 3 else 0
+        forward: Callable[..., Any] = type(self.module).forward.__get__(self.module)
+        if not isinstance(x, Tensor):
+            return forward(x, hx)
+        dim = 1 if self.module.batch_first and x.dim() == 3 else 0
         steps = x.shape[dim]
         if steps < 2:
-            return self.forward(x, hx)
-        out, state = self.forward(x.narrow(dim, 0, 1), hx)
+            return forward(x, hx)
+        out, state = forward(x.narrow(dim, 0, 1), hx)
         return torch.cat([out] * steps, dim), state
 
 

@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from pdmpi.errors import InputError
 from pdmpi.model.attributes import Snapshot, tensor_paths
 from pdmpi.model.constants import Constants
-from pdmpi.model.deferred import Tape, storage_id
+from pdmpi.model.deferred import Tape, pretended, storage_id
 from pdmpi.model.materialise import Materialiser
 from pdmpi.model.meta import Observer, OneStep, place_of, stand_in
 from pdmpi.model.recording import Attribute, CannotFollow, Constant, Fact, Node, Recording, Value
@@ -74,8 +74,9 @@ def record(
             output = module(*positional, **keywords)
         except _ERRORS as error:
             raise CannotFollow(recorder.path, place_of(error)) from error
-        recorder.recording.output = map_tree(recorder.reference, output)
-        recorder.check_state()
+        with recorder.unseen():
+            recorder.recording.output = map_tree(recorder.reference, output)
+            recorder.check_state()
     return recorder.recording
 
 
@@ -98,6 +99,7 @@ class _Recorder(TorchFunctionMode):
         self._frames: list[tuple[str, int]] = [("", 0)]
         self._calls = 0
         self._leaf: nn.Module | None = None
+        self._unseen = False
         self._autocast = _autocast()
         self._constants = Constants(self.recording, module, tape)
 
@@ -168,6 +170,11 @@ class _Recorder(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if self._unseen:
+            return func(*args, **kwargs)
+        told = pretended(func)
+        if told is not None:
+            return told
         if self._leaf is not None:
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
@@ -234,12 +241,12 @@ class _Recorder(TorchFunctionMode):
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Watch every submodule's call from the outside of the user's own hooks."""
-        inside: list[str] = []
+        inside: set[nn.Module] = set()
         try:
             for path, module in self._module.named_modules():
                 if isinstance(module, nn.RNNBase):
-                    module.__dict__["forward"] = OneStep(module.forward, module.batch_first)
-                if any(path.startswith(leaf) for leaf in inside):
+                    module.__dict__["forward"] = OneStep(module)
+                if module in inside:
                     continue
                 leaf = self._is_leaf(path, module)
                 hooks = _Hooks(self, path)
@@ -247,7 +254,7 @@ class _Recorder(TorchFunctionMode):
                 module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
                 module.register_forward_hook(after, with_kwargs=True)
                 if leaf:
-                    inside.append(f"{path}.")
+                    inside.update(module.modules())
                     module.__dict__["forward"] = _Guarded(self, path, module.forward)
                 else:
                     self._followed.append(path)
@@ -273,9 +280,19 @@ class _Recorder(TorchFunctionMode):
 
     def leave_leaf(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
         """It returns ``out``."""
-        out = self._add(path, args, kwargs, out)
+        with self.unseen():
+            out = self._add(path, args, kwargs, out)
         self._leaf = None
         return out
+
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Let the recorder's own work with tensors go unrecorded."""
+        self._unseen, before = True, self._unseen
+        try:
+            yield
+        finally:
+            self._unseen = before
 
     def run_for_real(
         self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any], reason: BaseException
@@ -295,7 +312,7 @@ class _Recorder(TorchFunctionMode):
         self.observer.reset()
         self.observer.real = True
         try:
-            with torch.random.fork_rng(devices=[]):
+            with self.unseen(), torch.random.fork_rng(devices=[]):
                 module = Materialiser(self._module, self._tape, torch.device("cpu")).copy_of(path)
                 module.__dict__.pop("forward", None)
                 out = module.forward(*map_tree(real, args), **map_tree(real, kwargs))
@@ -307,7 +324,8 @@ class _Recorder(TorchFunctionMode):
         finally:
             self.observer.real = False
         self.recording.run_for_real[path] = place_of(reason)
-        return map_tree(lambda leaf: back.get(id(leaf), stand_in(leaf)), out)
+        with self.unseen():
+            return map_tree(lambda leaf: back.get(id(leaf), stand_in(leaf)), out)
 
     def check_state(self) -> None:
         """Refuse to look into modules that keep a tensor from one call for the next."""

@@ -6,19 +6,19 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 __all__ = ["map_tree", "tensors_of", "tree_leaves"]
 
-_ATOMS = (Tensor, int, float, str, bool, type(None), torch.dtype, torch.device)
+_ATOMS = frozenset({Tensor, nn.Parameter, int, float, str, bool, type(None), torch.dtype, torch.device})
 
 
 def map_tree(function: Callable[[Any], Any], tree: Any) -> Any:
     """Return the structure with ``function`` applied to each leaf."""
-    if isinstance(tree, _ATOMS):
-        return function(tree)
     kind = type(tree)
+    if kind in _ATOMS or isinstance(tree, Tensor):
+        return function(tree)
     if kind is tuple or kind is list or kind is torch.Size:
         items = [map_tree(function, item) for item in tree]
         return items if kind is list else tuple(items)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ def cut(traced: TracedModel, cuts: Sequence[int]) -> list[list[str]]:
     """Layer names of contiguous stages that end before these positions."""
     names = [layer.name for layer in traced.graph.layers]
     edges = [0, *sorted(cuts), len(names)]
-    return [names[a:b] for a, b in zip(edges, edges[1:], strict=False) if a < b]
+    return [names[a:b] for a, b in pairwise(edges) if a < b]
 
 
 class Chain:

@@ -33,7 +33,8 @@ class Block(nn.Module):
 
 def sequential() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(3, 6, 3, padding=1), nn.ReLU(inplace=True), Block(6), nn.Sequential(Block(6), nn.MaxPool2d(2)),
+        nn.Conv2d(3, 6, 3, padding=1), nn.ReLU(inplace=True), Block(6),
+        nn.Sequential(Block(6), nn.MaxPool2d(2)),
         nn.Flatten(), nn.LayerNorm(96), nn.Linear(96, 5),
     )  # fmt: skip
 
