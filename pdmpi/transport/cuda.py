@@ -21,7 +21,8 @@ from cupy.cuda import nccl
 from pdmpi.errors import InputError, PdmpiError
 from pdmpi.transport.base import Bound, Bytes, Request
 from pdmpi.transport.dtypes import known_sum
-from pdmpi.transport.mpi import MpiTransport, Operation
+from pdmpi.transport.mpi import MpiTransport
+from pdmpi.transport.operation import Operation
 
 __all__ = ["CudaTransport", "device_id", "is_device_buffer"]
 

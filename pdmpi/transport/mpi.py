@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import functools
 import os
-import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,9 +22,10 @@ from pdmpi.errors import InputError, PdmpiError, RankFailure
 from pdmpi.transport.base import Bound, Bytes, Request
 from pdmpi.transport.dtypes import SUM_DTYPES, known_sum, needs_widening, round_into, summed_view, widened
 from pdmpi.transport.launcher import check_world_size
+from pdmpi.transport.operation import Operation, OperationOwner
 from pdmpi.transport.progress import Progress
 
-__all__ = ["MAX_MESSAGE_BYTES", "MpiTransport", "Operation", "Sum", "Transfer", "concurrent", "library"]
+__all__ = ["MAX_MESSAGE_BYTES", "MpiTransport", "Sum", "Transfer", "concurrent", "library"]
 
 MAX_MESSAGE_BYTES = 1 << 30
 """Longer messages are sent in parts of this length: counts of 2^31 and more fail."""
@@ -47,80 +46,6 @@ def concurrent() -> bool:
     return bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)
 
 
-class Operation:
-    """Something that MPI does, once or again and again; started at once or when its buffer is ready."""
-
-    def __init__(self, owner: MpiTransport) -> None:
-        self._owner = owner
-        self._active = False
-        self._started = False
-        self._error: RankFailure | None = None
-
-    def post(self) -> Operation:
-        """Start it (again)."""
-        self._activate()
-        self.start()
-        return self
-
-    def post_when(self, ready: Callable[[], bool]) -> Operation:
-        """Start it (again) once ``ready()`` says so; such operations start in the order of their posting."""
-        self._activate()
-        self._owner.defer(self, ready)
-        self._owner.start_ready()
-        return self
-
-    def wait(self) -> None:
-        """Block until it is done."""
-        if self._active:
-            self._owner.progress.wait(self._test, self._stalled)
-            self._active = False
-            self._finish()
-
-    def start(self) -> None:
-        """Make the MPI calls that start it; called by either thread."""
-        try:
-            self._start()
-        except MPI.Exception as error:
-            self._error = self._failed(_reason(error))
-        self._started = True
-
-    def _activate(self) -> None:
-        assert not self._active, f"posted again before it was waited for: {self._what()}"
-        self._active = True
-        self._started = False
-        self._owner.progress.started()
-
-    def _test(self) -> bool:
-        if self._owner.deferred:
-            self._owner.start_ready()
-        if not self._started:
-            return False
-        if self._error is not None:
-            raise self._error
-        try:
-            return self._done()
-        except MPI.Exception as error:
-            raise self._failed(_reason(error)) from error
-
-    def _stalled(self) -> PdmpiError:
-        return self._failed(f"nothing for {self._owner.progress.stall_timeout_s:g} s")
-
-    def _failed(self, cause: str) -> RankFailure:
-        return RankFailure(f"{self._owner.describe(self._owner.rank)} could not {self._what()}: {cause}")
-
-    def _start(self) -> None:
-        raise NotImplementedError
-
-    def _done(self) -> bool:
-        raise NotImplementedError
-
-    def _finish(self) -> None:
-        """Use the result, after it is done."""
-
-    def _what(self) -> str:
-        raise NotImplementedError
-
-
 class Transfer(Operation):
     """A message in one part or several."""
 
@@ -131,6 +56,7 @@ class Transfer(Operation):
         super().__init__(owner)
         self._peer, self._tag, self._sending = peer, tag, sending
         self._nbytes = buffer.nbytes
+        self._status = owner.status
         self._next = 0
         parts = _parts(buffer, owner.max_message_bytes)
         self._lengths = [part.nbytes for part in parts]
@@ -153,7 +79,7 @@ class Transfer(Operation):
             self._requests = started
 
     def _done(self) -> bool:
-        status = self._owner.status
+        status = self._status
         while self._next < len(self._requests):
             if not self._requests[self._next].Test(status):
                 return False
@@ -206,7 +132,7 @@ class Sum(Operation):
         return f"sum {self._buffer.nbytes} bytes with {group}"
 
 
-class MpiTransport:
+class MpiTransport(OperationOwner):
     """Transfers between the ranks of ``MPI.COMM_WORLD``, from host memory.
 
     Created by every rank at the same time, used by one thread.
@@ -231,23 +157,15 @@ class MpiTransport:
     ) -> None:
         world = MPI.COMM_WORLD
         check_world_size(world.Get_size(), library(), os.environ)
-        self._rank, self._size = world.Get_rank(), world.Get_size()
+        super().__init__(world.Get_rank())
+        self._size = world.Get_size()
         self.max_message_bytes = max_message_bytes
-        self.describe: Callable[[int], str] = "rank {}".format
-        """Names a rank in messages; the runtime adds stage, host and process id."""
         self.status = MPI.Status()
         self._streams = [world.Dup() for _ in range(_NUM_STREAMS)]
         self._control = world.Dup()
         self._idle = world.Dup()
         self._groups: dict[tuple[int, ...], MPI.Comm | None] = {}
-        self.deferred: deque[tuple[Operation, Callable[[], bool]]] = deque()
-        self._lock = threading.Lock()
         self.progress = Progress(self._poke if concurrent() else None, stall_timeout_s, **polling)
-
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        return self._rank
 
     @property
     def size(self) -> int:
@@ -360,16 +278,11 @@ class MpiTransport:
         """End all ranks at once with an exit code; may be called by any thread."""
         MPI.COMM_WORLD.Abort(code)
 
-    def defer(self, operation: Operation, ready: Callable[[], bool]) -> None:
-        """Start an operation once its buffer is ready, after those deferred before."""
-        with self._lock:
-            self.deferred.append((operation, ready))
-
-    def start_ready(self) -> None:
-        """Start what is ready; called by either thread."""
-        with self._lock:
-            while self.deferred and self.deferred[0][1]():
-                self.deferred.popleft()[0].start()
+    def reason(self, error: RuntimeError) -> str:
+        """Return MPI's class of an error, which is one line."""
+        return (
+            MPI.Get_error_string(error.Get_error_class()) if isinstance(error, MPI.Exception) else str(error)
+        )
 
     def _poke(self) -> None:
         """Let all of MPI's requests progress, by looking for a message that nobody sends."""
@@ -428,10 +341,6 @@ def _parts(values: NDArray[Any], max_bytes: int) -> list[NDArray[Any]]:
     assert values.flags.c_contiguous
     step = max(1, max_bytes // values.itemsize)
     return [values[start : start + step] for start in range(0, max(1, values.size), step)]
-
-
-def _reason(error: MPI.Exception) -> str:
-    return MPI.Get_error_string(error.Get_error_class())
 
 
 def _free(requests: list[Any]) -> None:
