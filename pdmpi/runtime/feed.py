@@ -86,7 +86,10 @@ def feed(
     """
     numbers = list(microbatches)
     indices = [order[k * microbatch_size : (k + 1) * microbatch_size].tolist() for k in numbers]
-    loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=_Fixed(indices), collate_fn=_collate)
+    # A generator of its own: the loader would draw from torch's, which dropout masks come from.
+    loader: DataLoader[Any] = DataLoader(
+        dataset, batch_sampler=_Fixed(indices), collate_fn=_collate, generator=torch.Generator()
+    )
     batches = iter(loader)
     due = iter(numbers)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,7 @@ from pdmpi.model.build import build_stage, load_factory
 from pdmpi.model.example import dtype_of, example_batch, microbatch_size
 from pdmpi.model.optimizer import make_optimizer
 from pdmpi.model.trace import TracedModel, trace_model
-from pdmpi.plan.plan import Plan
+from pdmpi.plan.plan import Plan, ScheduleChoice
 from pdmpi.runtime.boundary import boundary_of
 from pdmpi.runtime.gradients import GradientReducer
 from pdmpi.runtime.mailbox import Mailbox
@@ -72,9 +71,13 @@ def label_of(plan: Plan, rank: int) -> str:
     return "; ".join(f"stage {p.stage}, replica {p.replica}" for p in places)
 
 
-def quantum_of(topology: Topology, microbatches: int) -> int:
-    """Return the number whose multiples of minibatches keep all replicas of every stage equally busy."""
-    return math.lcm(*(len(r) // math.gcd(len(r), microbatches) for r in topology.ranks))
+def quantum_of(choice: ScheduleChoice, topology: Topology) -> int:
+    """Return the number whose multiples of minibatches keep all replicas of every stage equally busy.
+
+    One where a stage's replicas share the microbatches of each minibatch.
+    """
+    shared = choice.name != "data-parallel" and choice.microbatches % topology.round == 0
+    return 1 if shared else topology.round
 
 
 def check_fit(config: RunConfig, plan: Plan, traced: TracedModel, num_ranks: int) -> None:

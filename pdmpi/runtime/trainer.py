@@ -96,7 +96,7 @@ class Trainer:
         self._topology = topology_of(plan)
         traced = trace_run(config)
         check_fit(config, plan, traced, transport.size)
-        self._quantum = quantum_of(self._topology, config.schedule.microbatches)
+        self._quantum = quantum_of(plan.schedule, self._topology)
         self.minibatches = self._minibatches_of_epoch()
         self._programs: dict[int, CheckedProgram] = {}
         self._test = self._test_program()

@@ -1,0 +1,28 @@
+"""Run on every rank by test_mpi_oracle.py: train over real MPI and compare with the oracle."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from harness import assert_same, make_plan, run_config, train_rank
+from oracle import replay
+
+from pdmpi.transport.mpi import MpiTransport
+
+
+def main() -> None:
+    cases = json.loads(sys.argv[1])
+    transport = MpiTransport(60.0)
+    for model, schedule, microbatches, replicas, minibatches in cases:
+        config = run_config(model, schedule, microbatches)
+        plan = make_plan(config, replicas)
+        state, _ = train_rank(config, plan, transport)
+        expected = replay(config, plan, [minibatches])
+        assert_same(state, expected, f"{schedule} {replicas} on rank {transport.rank}")
+        if transport.rank == 0:
+            print("equal", model, schedule, "-".join(map(str, replicas)), flush=True)
+    transport.close()
+
+
+main()

@@ -1,0 +1,30 @@
+"""The same equality over real MPI processes, under each MPI library, at 1 to 4 ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from launch import each_mpi, mpirun
+
+CASES = {
+    1: [("conv", "pipedream", 1, [1], 12)],
+    2: [("conv", "pipedream", 1, [1, 1], 12),
+        ("sequence", "1f1b", 4, [1, 1], 3), ("conv", "data-parallel", 1, [2], 12)],
+    3: [("sequence", "pipedream", 1, [2, 1], 12),
+        ("conv", "pipedream", 1, [1, 2], 12), ("conv", "gpipe", 4, [1, 1, 1], 3)],
+    4: [("conv", "pipedream", 1, [1, 1, 1, 1], 12), ("sequence", "pipedream", 1, [2, 2], 12),
+        ("sequence", "pipedream-vsync", 1, [1, 1, 1, 1], 12), ("conv", "zb-h1", 4, [1, 1, 1, 1], 3)],
+}  # fmt: skip
+
+
+@each_mpi
+@pytest.mark.parametrize("num_ranks", CASES)
+def test_equals_the_oracle(mpi: str, num_ranks: int) -> None:
+    here = Path(__file__).parent
+    done = mpirun(
+        num_ranks, [here / "mpi_oracle.py", json.dumps(CASES[num_ranks])], mpi,
+        env={"PYTHONPATH": f"{here.parents[1]}:{here}"}, timeout=240,
+    )  # fmt: skip
+    assert done.stdout.count("equal") == len(CASES[num_ranks])
