@@ -339,7 +339,7 @@ def _measured(profile: Profile, masks: Iterable[int], blank: Iterable[int], comp
     nonempty = np.asarray(members.any(axis=1))
     given = [i for i, layer in enumerate(graph.layers) if layer.kind == INPUT]
     members[:, [*given, *blank]] = nonempty[:, None]
-    columns = [
+    columns: list[list[float]] = [
         [c.forward_s for c in costs],
         [c.backward_s for c in costs],
         [c.parameter_bytes for c in costs],

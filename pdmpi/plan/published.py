@@ -15,8 +15,8 @@ cut; B is a level's bandwidth, m the replicas, g the count of the level inside.
 
 A(i, j, n), the best period of the layers between cuts i and j on the n members of a level, is
 T(i, j) of the next level, so that a stage holds all members of a level inside it.  Unlike
-the program, members may be left idle, values with several readers are counted once, and ties
-do not depend on hash order; its periods are met or undercut.
+the program, members may be left idle where that is faster, values with several readers are
+counted once, and ties do not depend on hash order; its periods are met or undercut.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ __all__ = ["COST_MODELS", "Flags", "NestedStage", "published_partition", "publis
 Floats = NDArray[np.float64]
 COST_MODELS = ("pipedream2019-code", "pipedream2019")
 _TIE = 1e-12
+_MANY_CUTS = 500
+_NO_BOUND = 1e300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +92,10 @@ class _LevelSolver:
     seconds: Floats
     """Shape (cuts, cuts): seconds of a stage between two nested cuts on one member; infinite elsewhere."""
     all_pairs: bool
+    bounds: Floats
+    """Shape (cuts,): the largest period of use from each cut on."""
+    nearest_end: Floats
+    """Shape (cuts,): the least compute seconds before the end of a stage from each cut on."""
 
     @cached_property
     def parameters(self) -> Floats:
@@ -137,6 +143,16 @@ class _LevelSolver:
             found = np.where(versions * self.held_bytes > self.flags.memory_bytes, np.inf, found)
         return np.asarray(found)
 
+    def _extension(self, members: int, used: int) -> Floats:
+        if self.flags.memory_bytes is None:
+            return self._extensions[members]
+        return self.extension(members, used)
+
+    @cached_property
+    def _extensions(self) -> dict[int, Floats]:
+        """The last stages without a memory limit, for which the members used do not matter."""
+        return {m: self.extension(m, m) for m in self._members}
+
     def extension(self, members: int, used: int) -> Floats:
         """Return the seconds of a last stage with its transfers, shape (cuts, cuts)."""
         found = self.stage(members, used, alone=False)
@@ -167,9 +183,18 @@ class _LevelSolver:
                 best = self.stage(used, used, alone=True)[:rows].copy()
             for m in self._members:
                 if m < used:
-                    _min_max(found[used - m], self.extension(m, used), best)
+                    _min_max(found[used - m], self._extension(m, used), best)
+            self._prune(best, used)
             found.append(best)
         return found
+
+    def _prune(self, periods: Floats, used: int) -> None:
+        """Forget what is over the bound, or too far from any end for the members that are left."""
+        rows = len(periods)
+        bounds = self.bounds[:rows, None]
+        before = self.cuts.forward_s + self.cuts.backward_s
+        late = before[None, :] + bounds * (self.count - used) * (1 + 1e-9) < self.nearest_end[:rows, None]
+        periods[(periods > bounds * (1 + 1e-9)) | late] = np.inf
 
     @cached_property
     def periods(self) -> Floats:
@@ -179,7 +204,7 @@ class _LevelSolver:
     def trace(self, inner: int, outer: int) -> list[NestedStage]:
         """Return the stages of the best plan between two cuts, its members' own plans left out."""
         limit = self.periods[inner, outer] * (1 + _TIE)
-        used = min(u for u in range(1, self.count + 1) if self.table[u][inner, outer] <= limit)
+        used = max(u for u in range(1, self.count + 1) if self.table[u][inner, outer] <= limit)
         stages: list[NestedStage] = []
         while True:
             if used in self._members and self.stage(used, used, alone=True)[inner, outer] <= limit:
@@ -192,7 +217,7 @@ class _LevelSolver:
     def _before(self, inner: int, outer: int, used: int, limit: float) -> Iterator[tuple[int, int]]:
         for m in self._members:
             if m < used:
-                ends = self.extension(m, used)[:, outer]
+                ends = self._extension(m, used)[:, outer]
                 yield from (
                     (int(cut), m)
                     for cut in np.flatnonzero(np.maximum(self.table[used - m][inner], ends) <= limit)
@@ -201,11 +226,14 @@ class _LevelSolver:
 
 def _min_max(first: Floats, last: Floats, best: Floats) -> None:
     """Lower ``best[i, j]`` to min over k of max(first[i, k], last[k, j]), the bottleneck product."""
-    rows = len(first)
-    for k in range(1, len(last)):
-        above = min(k, rows)
-        block = best[:above, k + 1 :]
-        np.minimum(block, np.maximum(first[:above, k, None], last[None, k, k + 1 :]), out=block)
+    for k in np.flatnonzero(np.isfinite(first).any(axis=0)):
+        rows = np.flatnonzero(np.isfinite(first[:, k]))
+        columns = np.flatnonzero(np.isfinite(last[k]))
+        if not len(columns):
+            continue
+        top, bottom, left, right = rows[0], rows[-1] + 1, columns[0], columns[-1] + 1
+        block = best[top:bottom, left:right]
+        np.minimum(block, np.maximum(first[top:bottom, k, None], last[None, k, left:right]), out=block)
 
 
 def published_partition(
@@ -221,6 +249,7 @@ def published_partition(
     if model not in COST_MODELS:
         raise InputError(f"cost model {model!r} is unknown{nearest(model, COST_MODELS)}")
     total = cuts.forward_s + cuts.backward_s
+    bounds, nearest_end = _windows(cuts, cluster, model, flags or Flags())
     seconds = np.where(cuts.nested, total[None, :] - total[:, None], np.inf)
     solvers: list[_LevelSolver] = []
     for index, level in enumerate(cluster.levels):
@@ -229,6 +258,7 @@ def published_partition(
             bandwidth=level.bandwidth_bytes_per_s,
             inside_count=cluster.levels[index - 1].count if index else 1,
             seconds=seconds, all_pairs=index < len(cluster.levels) - 1,
+            bounds=bounds if index == 0 else np.full(len(cuts), _NO_BOUND), nearest_end=nearest_end,
         )  # fmt: skip
         solvers.append(solver)
         seconds = solver.periods
@@ -236,6 +266,29 @@ def published_partition(
     if not np.isfinite(period_s):
         raise InputError("no plan fits the memory under the published rule; allow more memory")
     return period_s, _nested(solvers, 0, len(cuts) - 1)
+
+
+def _windows(cuts: Cuts, cluster: Cluster, model: str, flags: Flags) -> tuple[Floats, Floats]:
+    """Return, for stages from each cut on, a bound on the inner level's period and their nearest end.
+
+    Of use for many cuts on two levels: with U a period that a few of the cuts reach, a cut
+    that lies between members a and a + 1 of the outer level has at most (outer count - a)
+    members behind it, and compute between what the members before and behind can do in U.
+    """
+    free = np.full(len(cuts), _NO_BOUND), np.zeros(len(cuts))
+    if len(cuts) < _MANY_CUTS or len(cluster.levels) != 2:
+        return free
+    few = cuts.subset([0, *range(1, len(cuts) - 1, len(cuts) * 2 // _MANY_CUTS), len(cuts) - 1])
+    try:
+        reached = published_partition(few, cluster, model, flags)[0] * (1 + 1e-9)
+    except InputError:
+        return free
+    total = cuts.forward_s + cuts.backward_s
+    inner, outer = (level.count for level in cluster.levels)
+    least = np.ceil(total / (reached * inner) - 1e-9)
+    most = np.floor(outer - (total[-1] - total) / (reached * inner) + 1e-9)
+    bounds = np.where(least <= most, reached * (outer - least), -1.0)
+    return bounds, total[-1] - reached * inner * (outer - least - 1)
 
 
 def _nested(solvers: list[_LevelSolver], inner: int, outer: int) -> tuple[NestedStage, ...]:

@@ -15,7 +15,7 @@ REFERENCE = REPOSITORY.parent / "shared" / "reference"
 
 needs_reference = pytest.mark.skipif(
     not (REFERENCE / "reference_plans.csv").is_file(),
-    reason="the PipeDream authors' profiles (../shared/reference) are not here; they are no part of the project",
+    reason="the PipeDream authors' profiles (../shared/reference), no part of the project, are not here",
 )
 
 
@@ -24,7 +24,9 @@ def residual_net(blocks: int = 4) -> Profile:
     spec = TensorSpec(shape=(8, 16, 4, 4))
     layers = [
         Layer(name="image", kind="Input", outputs=(TensorSpec(shape=(8, 3, 4, 4), requires_grad=False),)),
-        Layer(name="mask", kind="Input", outputs=(TensorSpec(shape=(8, 4), dtype="bool", requires_grad=False),)),
+        Layer(
+            name="mask", kind="Input", outputs=(TensorSpec(shape=(8, 4), dtype="bool", requires_grad=False),)
+        ),
     ]
     costs = [LayerCost(forward_s=0.0, backward_s=0.0, output_bytes=o.outputs[0].nbytes) for o in layers]
     last = "image"
@@ -42,8 +44,9 @@ def residual_net(blocks: int = 4) -> Profile:
         )
         costs.append(
             LayerCost(
-                forward_s=seconds, backward_s=2 * seconds, output_bytes=spec.nbytes, parameter_bytes=parameters,
-                buffer_bytes=128 if parameters else 0, saved_bytes=spec.nbytes, workspace_bytes=1000,
+                forward_s=seconds, backward_s=2 * seconds, output_bytes=spec.nbytes,
+                parameter_bytes=parameters, buffer_bytes=128 if parameters else 0, saved_bytes=spec.nbytes,
+                workspace_bytes=1000,
             )
         )  # fmt: skip
         return name

@@ -95,16 +95,21 @@ def test_an_output_that_exists_is_kept(plan, tmp_path):
     assert path.read_text() == "mine"
     save_plan(plan, path, force=True)
     assert load_plan(path) == plan
-    with pytest.raises(InputError, match="directory .* does not exist"):
+    with pytest.raises(InputError, match=r"directory .* does not exist"):
         save_plan(plan, tmp_path / "nowhere" / "plan.h5")
 
 
 def test_a_write_that_fails_leaves_nothing(tmp_path):
     path = tmp_path / "plan.h5"
     path.write_text("before")
-    with pytest.raises(RuntimeError), replace_file(path) as temporary:
-        temporary.write_text("half")
-        raise RuntimeError
+
+    def fail() -> None:
+        with replace_file(path) as temporary:
+            temporary.write_text("half")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
     assert path.read_text() == "before"
     assert list(tmp_path.iterdir()) == [path]
 
