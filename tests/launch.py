@@ -25,7 +25,9 @@ PDMPI = ("-c", "from pdmpi.cli.main import main; main()")
 
 
 def _open_mpi() -> Path:
-    """Return the path of mpirun: beside this Python, or the machine's own if that is Open MPI's."""
+    """Return the path of mpirun: of tools/gpu-env, beside this Python, or the machine's."""
+    if "OPAL_PREFIX" in os.environ:
+        return Path(os.environ["OPAL_PREFIX"]) / "bin" / "mpirun"
     beside = Path(sys.prefix) / "bin" / "mpirun"
     elsewhere = shutil.which("mpirun")
     if not beside.exists() and elsewhere:

@@ -24,13 +24,13 @@ from pdmpi.transport.dtypes import known_sum
 from pdmpi.transport.mpi import MpiTransport
 from pdmpi.transport.operation import Operation
 
-__all__ = ["CudaTransport", "device_id", "is_device_buffer"]
+__all__ = ["CudaTransport", "device_id", "is_device_buffer", "nccl_problem"]
 
 _NCCL_TYPES = {
-    "float32": nccl.NCCL_FLOAT32, "float64": nccl.NCCL_FLOAT64, "float16": nccl.NCCL_FLOAT16,
-    "bfloat16": nccl.NCCL_BFLOAT16, "int8": nccl.NCCL_INT8, "uint8": nccl.NCCL_UINT8,
-    "int32": nccl.NCCL_INT32, "int64": nccl.NCCL_INT64,
+    "int8": 0, "uint8": 1, "int32": 2, "int64": 4, "float16": 6, "float32": 7, "float64": 8, "bfloat16": 9,
 }  # fmt: skip
+"""``ncclDataType_t`` of nccl.h; CuPy has no name for bfloat16 in every version."""
+
 _SPIN_S, _MAX_SLEEP_S = 200e-6, 50e-6
 """A rank that drives a GPU has a core to spare, and its messages take tens of microseconds."""
 
@@ -44,9 +44,13 @@ def is_device_buffer(buffer: object) -> bool:
 
 
 def device_id() -> str:
-    """Return the current device's own id (UUID), the same for every process that sees it."""
-    properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)
-    return bytes(properties["uuid"]).hex()
+    """Return what tells the current device from others of its host (its PCI bus id)."""
+    return str(cupy.cuda.Device().pci_bus_id)
+
+
+def nccl_problem() -> str:
+    """Return why NCCL cannot be used, or nothing."""
+    return "" if nccl.available else "this CuPy finds no NCCL (pip install nvidia-nccl-cu13, or cu12)"
 
 
 class CudaTransport(MpiTransport):
@@ -83,7 +87,7 @@ class CudaTransport(MpiTransport):
         self._memory = cupy.cuda.MemoryPool()
         self.outward, self.inward, self.summing = (cupy.cuda.Stream(non_blocking=True) for _ in range(3))
         self._communicators: dict[tuple[int, ...], Any] = {}
-        self._held: deque[tuple[Any, Bytes]] = deque()
+        self._held: deque[tuple[Any, tuple[Any, ...]]] = deque()
 
     def compute(self) -> Any:
         """Return the stream that computes now."""
@@ -92,11 +96,11 @@ class CudaTransport(MpiTransport):
             self._streams_by_pointer[pointer] = cupy.cuda.ExternalStream(pointer)
         return self._streams_by_pointer[pointer]
 
-    def hold(self, event: Any, buffer: Bytes) -> None:
-        """Keep a host buffer until the copy out of it is done, even if nobody else does."""
+    def hold(self, event: Any, *buffers: Any) -> None:
+        """Keep the buffers of a copy until it is done, even if nobody else does."""
         while self._held and self._held[0][0].done:
             self._held.popleft()
-        self._held.append((event, buffer))
+        self._held.append((event, buffers))
 
     def allocate(self, nbytes: int) -> Bytes:
         """Return device memory from plain ``cudaMalloc``, which CUDA IPC can share with other ranks.
@@ -227,7 +231,7 @@ class _Staged:
         _copy(self._device.data.ptr, self._host.ctypes.data, self._host.nbytes, stream)
         self._copied.record(stream)
         self._owner.compute().wait_event(self._copied)
-        self._owner.hold(self._copied, self._host)
+        self._owner.hold(self._copied, self._host, self._device)
 
     def _is_copied(self) -> bool:
         return bool(self._copied.done)

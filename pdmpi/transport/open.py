@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from pdmpi.errors import InputError
 from pdmpi.transport.aware import probe_awareness
-from pdmpi.transport.cuda import CudaTransport, device_id
+from pdmpi.transport.cuda import CudaTransport, device_id, nccl_problem
 from pdmpi.transport.device import isolation_problem, sharing_problem
 from pdmpi.transport.launcher import local_rank
 from pdmpi.transport.links import Link, link_pairs, measure_links
@@ -59,15 +59,17 @@ def open_cuda_transport(
     mine = {
         "device": [host, device_id()],
         "isolation": isolation_problem(os.environ, num_devices),
+        "nccl": nccl_problem(),
         "unaware": _why_unaware(device, ucx),
     }
     table = control.broadcast(b"[" + b",".join(control.gather(json.dumps(mine).encode())) + b"]")
     control.close()
     ranks = json.loads(table)
     shared = sharing_problem([(rank["device"][0], rank["device"][1]) for rank in ranks])
-    if shared and collectives == "nccl":
+    no_nccl = shared or next((rank["nccl"] for rank in ranks if rank["nccl"]), "")
+    if no_nccl and collectives == "nccl":
         raise InputError(
-            f"collectives.backend = 'nccl', but {shared}; set 'mpi', or start fewer ranks a host"
+            f"collectives.backend = 'nccl', but {no_nccl}; set 'mpi', or start fewer ranks a host"
         )
     unaware = next((rank["unaware"] for rank in ranks if rank["unaware"]), "")
     if device == "cuda" and unaware:
@@ -79,10 +81,10 @@ def open_cuda_transport(
         stall_timeout_s,
         compute_stream=compute_stream,
         aware=device != "host" and not unaware,
-        use_nccl=collectives != "mpi" and not shared,
+        use_nccl=collectives != "mpi" and not no_nccl,
     )
     notes = sorted({rank["isolation"] for rank in ranks if rank["isolation"]})
-    notes += [f"{shared}, so gradients are summed by MPI through the host"] if shared else []
+    notes += [f"{no_nccl}, so gradients are summed by MPI through the host"] if no_nccl else []
     if device == "auto" and unaware and transport.size > 1:
         (link,) = measure_device_links(transport, [(0, 1)])
         notes.append(

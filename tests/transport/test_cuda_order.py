@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -15,13 +16,54 @@ from launch import REPOSITORY, each_mpi, mpirun
 HERE = Path(__file__).parent
 
 
+def stand_in() -> dict[str, str]:
+    paths = [HERE / "stand_in", REPOSITORY, REPOSITORY / "tests"]
+    return {"PYTHONPATH": os.pathsep.join(map(str, paths))}
+
+
 @each_mpi
 @pytest.mark.parametrize("way", ["aware", "staged"])
 def test_kernels_copies_and_messages_keep_their_order(way: str, mpi: str) -> None:
-    paths = [HERE / "stand_in", REPOSITORY, REPOSITORY / "tests"]
-    env = {"PYTHONPATH": os.pathsep.join(map(str, paths))}
-    job = mpirun(2, [HERE / "cuda_checks.py", way, "mpi"], mpi, env=env)
+    job = mpirun(2, [HERE / "cuda_checks.py", way, "mpi"], mpi, env=stand_in())
     results = [json.loads(line) for line in job.stdout.splitlines() if line.startswith("{")]
     assert len(results) == 7
     errors = [f"{result['name']}: {error}" for result in results for error in result["errors"] if error]
     assert not errors, "\n".join(errors)
+
+
+OPEN = """
+import sys, cupy
+from pdmpi.errors import InputError
+from pdmpi.transport.open import open_cuda_transport
+stream = cupy.cuda.Stream()
+device, collectives = sys.argv[1:]
+try:
+    transport, notes = open_cuda_transport(
+        20.0, compute_stream=lambda: stream.ptr, ucx="", num_devices=1, device=device, collectives=collectives
+    )
+except InputError as error:
+    print("refused:", error)
+else:
+    for note in notes:
+        print("note:", note)
+    transport.close()
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("device", "collectives", "expected"),
+    [
+        ("cuda", "auto", r"(?s)refused: transport.device = 'cuda', but Open MPI.* takes no device memory"),
+        ("host", "nccl", "refused: collectives.backend = 'nccl', but ranks 0, 1 share one GPU of host"),
+        ("host", "auto", "^note: ranks 0, 1 share one GPU .*summed by MPI through the host\n$"),
+        ("auto", "mpi", r"(?s)note: .*note: Open MPI.* pass through pinned host buffers at \d+\.\d GB/s"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_or_said(
+    device: str, collectives: str, expected: str, tmp_path: Path
+) -> None:
+    """The stand-in's one device is shared by both ranks, and the probe of MPI fails on it."""
+    env = stand_in() | {"XDG_CACHE_HOME": str(tmp_path)}
+    job = mpirun(2, ["-c", OPEN, device, collectives], env=env)
+    assert re.search(expected, job.stdout), job.stdout + job.stderr

@@ -22,6 +22,7 @@ class Pointer:
 
 class Device:
     id = 0
+    pci_bus_id = "0000:00:00.0"
 
     def use(self) -> None:
         pass

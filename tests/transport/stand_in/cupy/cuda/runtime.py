@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
 
 from cupy._streams import external_stream
 
@@ -12,7 +11,3 @@ memcpyDefault = 4
 
 def memcpyAsync(target: int, source: int, nbytes: int, kind: int, stream: int) -> None:
     external_stream(stream).enqueue(lambda: ctypes.memmove(target, source, nbytes))
-
-
-def getDeviceProperties(device: int) -> dict[str, Any]:
-    return {"name": b"stand-in", "uuid": bytes(16)}
