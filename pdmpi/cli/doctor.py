@@ -21,7 +21,7 @@ from pdmpi.transport.base import Transport
 from pdmpi.transport.device import choose_device, load_ucx
 from pdmpi.transport.launcher import launched_size, local_rank
 from pdmpi.transport.links import Link, link_pairs, measure_links
-from pdmpi.transport.survey import Finding, mpi_finding, survey
+from pdmpi.transport.survey import Finding, mpi_finding, survey, usable_cores
 
 __all__ = ["command"]
 
@@ -130,7 +130,7 @@ def _gather_ranks(transport: Transport, findings: Sequence[Finding]) -> list[dic
         "rank": transport.rank,
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "cores": sorted(os.sched_getaffinity(0)),
+        "cores": usable_cores(),
         "findings": [asdict(finding) for finding in findings],
     }
     return [json.loads(part) for part in transport.gather(json.dumps(mine).encode())]

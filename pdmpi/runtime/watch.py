@@ -68,7 +68,7 @@ class Watch:
         self._transport = transport
         self._words = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 (closed in __exit__)
         host = socket.gethostname()
-        space = f"{host}:{os.stat('/proc/self/ns/pid').st_ino}"
+        space = f"{host}:{_pid_namespace()}"
         me = Peer(label, host, space, os.getpid(), self._words.fileno())
         everyone = transport.gather(json.dumps(asdict(me)).encode())
         table = transport.broadcast(b"[" + b",".join(everyone) + b"]")
@@ -128,6 +128,14 @@ class Watch:
                 state = state_of(self.peers[rank].pid)
                 if state in _SUSPECT:
                     _say(f"{self.describe(rank)} {_SUSPECT[state]}")
+
+
+def _pid_namespace() -> int:
+    """Identify the processes that this one can see; containers on one host see different ones."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
 
 
 def _say(message: str) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pdmpi.transport.child import ask_child
 
-__all__ = ["Finding", "mpi_finding", "survey"]
+__all__ = ["Finding", "mpi_finding", "survey", "usable_cores"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +97,15 @@ def _package(name: str, remedy: str) -> Finding:
         return Finding(name, "missing", "not installed", remedy)
 
 
+def usable_cores() -> list[int]:
+    """Return the cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
 def _cores() -> Finding:
-    cores = sorted(os.sched_getaffinity(0))
+    cores = usable_cores()
     limit = _cpu_quota()
     found = f"{len(cores)} of {os.cpu_count()} cores usable ({_ranges(cores)})"
     found += f", limited to {limit:g} by the control group" if limit is not None else ""
