@@ -57,15 +57,15 @@ class Sandbox:
 
     def wait(self, number: str, *states: str, timeout_s: float = 60.0) -> dict[str, str]:
         """Wait until a job is in one of the states; a requeued job is started at once."""
-        deadline, hastened = time.monotonic() + timeout_s, set()
+        deadline, hastened = time.monotonic() + timeout_s, False
         while True:
             job = self.job(number)
             if job["JobState"] in states:
                 return job
             held = job["JobState"] == "PENDING" and job["Reason"] == "BeginTime"
-            if held and job["Restarts"] not in hastened:
-                hastened.add(job["Restarts"])
+            if held and not hastened:
                 self.start_now(number)
+            hastened = held
             if time.monotonic() > deadline:
                 log = Path(job["StdOut"])
                 shown = log.read_text() if log.is_file() else "(no log)"

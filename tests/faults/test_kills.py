@@ -1,0 +1,122 @@
+"""A job under a real Slurm whose ranks are killed at random moments, and one of whose nodes fails.
+
+``PDMPI_FAULT_KILLS`` says how many faults (5 by default; 50 take about ten minutes).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from faults.fault_run import assert_same_run, losses, make_run, newest, train
+from launch import PDMPI, REPOSITORY
+from sandbox import Sandbox, private_slurm
+
+from pdmpi.checkpoint.status import read_status
+
+pytestmark = [pytest.mark.slurm, pytest.mark.mpi, pytest.mark.timeout(3600)]
+
+FAULTS = int(os.environ.get("PDMPI_FAULT_KILLS", "5"))
+STEPS = 24 * 4 * FAULTS
+
+
+def processes(slurm: Sandbox) -> list[tuple[int, str]]:
+    """Return (process id, rank) of all ranks of the sandbox's jobs."""
+    found = []
+    ours = f"SLURM_CONF={slurm.environment['SLURM_CONF']}".encode()
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            environ = (path / "environ").read_bytes().split(b"\0")
+            command = (path / "cmdline").read_bytes()
+        except OSError:
+            continue
+        rank = [line for line in environ if line.startswith(b"OMPI_COMM_WORLD_RANK=")]
+        if rank and ours in environ and b"train" in command and b"guardian" not in command:
+            found.append((int(path.name), rank[0].partition(b"=")[2].decode()))
+    return found
+
+
+def wait_until(condition, *arguments: object) -> None:
+    deadline = time.monotonic() + 120
+    while not condition(*arguments):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def kill_a_rank(slurm: Sandbox, chance: random.Random) -> str:
+    """Kill a random rank, which may be starting, training or writing a checkpoint."""
+    ranks = processes(slurm)
+    if not ranks:
+        return ""
+    pid, rank = chance.choice(sorted(ranks))
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return ""
+    return f"rank {rank} killed"
+
+
+def fail_a_node(slurm: Sandbox, number: str) -> str:
+    before = int(slurm.job(number)["Restarts"])
+    slurm.run("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=test")
+    wait_until(gone, slurm, number, before)
+    slurm.run("scontrol", "update", "NodeName=n2", "State=RESUME")
+    return "node down"
+
+
+def test_whatever_dies_the_requeued_job_ends_as_if_nothing_had(tmp_path):
+    make_run(tmp_path, STEPS, (2, 1))
+    code, said = train(tmp_path, "2-1", tmp_path / "whole", timeout_s=600)
+    assert code == 0, said
+    chance, survived, run_dir = random.Random(7), Counter[str](), tmp_path / "run"
+    with private_slurm(nodes=2, gpus=0) as slurm:
+        environment = {**slurm.environment, "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'tests'}"}
+        submitted = subprocess.run(
+            [sys.executable, *PDMPI, "submit", "run.toml", "--plan", "2-1.h5", "--run-dir", run_dir, "--json",
+             "--nodes", "2", "--max-deaths", "1000", "--max-restarts", "1000"],
+            cwd=tmp_path, env=environment, capture_output=True, text=True,
+        )  # fmt: skip
+        assert submitted.returncode == 0, submitted.stderr
+        number = json.loads(submitted.stdout)["job"]
+        while sum(survived.values()) < FAULTS:
+            job = slurm.wait(number, "RUNNING", "COMPLETED", "FAILED", timeout_s=120)
+            assert job["JobState"] != "FAILED", (run_dir / "job.log").read_text()
+            if job["JobState"] == "COMPLETED":
+                break
+            restarts = int(job["Restarts"])
+            if chance.random() < 0.75:
+                wait_until(running_or_gone, slurm, number, restarts, run_dir)
+            time.sleep(chance.uniform(0, 1.5))
+            fault = fail_a_node(slurm, number) if sum(survived.values()) == 2 else kill_a_rank(slurm, chance)
+            if fault:
+                survived[fault] += 1
+                wait_until(gone, slurm, number, restarts)
+        job = slurm.wait(number, "COMPLETED", "FAILED", "CANCELLED", timeout_s=600)
+    log = (run_dir / "job.log").read_text()
+    assert job["JobState"] == "COMPLETED", log
+    print(f"survived {dict(survived)} with {job['Restarts']} restarts")
+    assert sum(survived.values()) == FAULTS
+    assert int(job["Restarts"]) >= FAULTS
+    assert_same_run(tmp_path / "whole", run_dir)
+    assert len(losses(run_dir)) == newest(run_dir).manifest.minibatch
+    assert re.search(r"resumed from \S+step-\d+", log)
+
+
+def running_or_gone(slurm: Sandbox, number: str, restarts: int, run_dir: Path) -> bool:
+    status = read_status(run_dir)
+    running = status is not None and status.status == "running" and status.restarts == restarts
+    return running or gone(slurm, number, restarts)
+
+
+def gone(slurm: Sandbox, number: str, restarts: int) -> bool:
+    job = slurm.job(number)
+    return job["JobState"] != "RUNNING" or int(job["Restarts"]) > restarts
