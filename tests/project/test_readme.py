@@ -31,7 +31,7 @@ def test_every_block_is_run_or_says_why_not() -> None:
 
 def test_every_path_of_the_readme_exists() -> None:
     paths = re.findall(r"`((?:pdmpi|configs|tools|tests|slurm|docs)/[\w./-]*)", README)
-    assert len(paths) > 5
+    assert len(paths) >= 5
     missing = [path for path in paths if not (REPOSITORY / path).exists()]
     assert not missing
 
