@@ -19,6 +19,7 @@ from pdmpi.errors import InputError
 from pdmpi.graph import Layer, LayerGraph, Ref, TensorSpec
 from pdmpi.graph.graph import DTYPE_BYTES
 from pdmpi.plan.cluster import Cluster, Device, Level
+from pdmpi.plan.depth import in_flight_depth
 from pdmpi.plan.hdf5 import Arrays, texts, texts_array
 from pdmpi.plan.plan import Placement, Plan, Prediction, ScheduleChoice, StagePlan
 from pdmpi.plan.profile import LayerCost, Profile
@@ -315,7 +316,7 @@ def plan_arrays(plan: Plan) -> dict[str, NDArray[Any]]:
         "stages/layer_names": texts_array([name for stage in plan.stages for name in stage.layers]),
         "stages/replicas": _ints(replicas),
         "stages/recompute": np.array([stage.recompute for stage in plan.stages], dtype=bool),
-        "stages/in_flight_depth": _ints([-(-sum(replicas[s:]) // replicas[s]) for s in range(len(replicas))]),
+        "stages/in_flight_depth": _ints(in_flight_depth(replicas, plan.schedule.extra_in_flight)),
         "boundaries/pairs": _ints([pair for pair, _ in boundaries], 2),
         "boundaries/offsets": tensors[0],
         "boundaries/tensors": texts_array(tensors[1]),

@@ -35,12 +35,13 @@ from dataclasses import dataclass
 
 from pdmpi.plan.cluster import Cluster
 from pdmpi.plan.cuts import trained_layers
+from pdmpi.plan.depth import in_flight_depth, synchronised_versions
 from pdmpi.plan.links import Links, Port
 from pdmpi.plan.plan import Placement, Prediction, ScheduleChoice, StagePlan
 from pdmpi.plan.profile import Profile
 from pdmpi.plan.terms import Terms, terms_of
 
-__all__ = ["Estimate", "StageEstimate", "cut_bytes", "estimate", "in_flight_depths", "memory_bytes", "place"]
+__all__ = ["Estimate", "StageEstimate", "cut_bytes", "estimate", "memory_bytes", "place"]
 
 
 _NO_PORT = Port(0.0, 0.0)
@@ -138,10 +139,11 @@ def _sums(profile: Profile, stage: StagePlan) -> _Sums:
     )
 
 
-def in_flight_depths(replicas: Sequence[int], extra: int = 0) -> list[int]:
-    """Return ceil(sum(R[s:]) / R[s]) for every stage, plus ``extra`` at all but the last."""
-    last = len(replicas) - 1
-    return [-(-sum(replicas[s:]) // replicas[s]) + (extra if s < last else 0) for s in range(last + 1)]
+def _versions(terms: Terms, replicas: Sequence[int], extra: int) -> tuple[int, ...]:
+    """Return the weight versions that a replica of each stage holds."""
+    if terms.versions is not None:
+        return (terms.versions,) * len(replicas)
+    return (synchronised_versions if terms.synchronised else in_flight_depth)(replicas, extra)
 
 
 def cut_bytes(profile: Profile, stages: Sequence[StagePlan]) -> list[tuple[int, int]]:
@@ -166,8 +168,8 @@ def cut_bytes(profile: Profile, stages: Sequence[StagePlan]) -> list[tuple[int, 
 
 
 def memory_bytes(
-    sums: _Sums, terms: Terms, state_factor: float, depth: int, microbatches: int, recompute: bool,
-    entering: tuple[int, int], leaving: tuple[int, int],
+    sums: _Sums, terms: Terms, state_factor: float, depth: int, versions: int, microbatches: int,
+    recompute: bool, entering: tuple[int, int], leaving: tuple[int, int],
 ) -> dict[str, int]:  # fmt: skip
     """Return the peak bytes of one replica, by what they are for.
 
@@ -176,7 +178,6 @@ def memory_bytes(
     """
     flight = microbatches if terms.holds_all else depth
     flight = min(flight, microbatches) if terms.flushes and terms.accumulates else flight
-    versions = terms.versions if terms.versions is not None else depth
     return {
         "weights": sums.parameters * versions,
         "gradients": sums.gradients,
@@ -211,7 +212,8 @@ def estimate(
     terms = terms_of(choice)
     links = Links(cluster)
     replicas = [stage.replicas for stage in stages]
-    depths = in_flight_depths(replicas, choice.extra_in_flight)
+    depths = in_flight_depth(replicas, choice.extra_in_flight)
+    versions = _versions(terms, replicas, choice.extra_in_flight)
     cuts = [(0, 0), *cut_bytes(profile, stages)]
     own = [group[::copies] for group in devices]
     outward = [links.level(own[s][0], own[s + 1][-1]) for s in range(len(stages) - 1)]
@@ -223,8 +225,8 @@ def estimate(
         entering = before.seconds(cuts[s][0]) + behind.seconds(cuts[s + 1][1])
         sums = _sums(profile, stage)
         parts = memory_bytes(
-            sums, terms, profile.optimizer_state_factor, depths[s], choice.microbatches, stage.recompute,
-            cuts[s], cuts[s + 1],
+            sums, terms, profile.optimizer_state_factor, depths[s], versions[s], choice.microbatches,
+            stage.recompute, cuts[s], cuts[s + 1],
         )  # fmt: skip
         found.append(
             _stage_estimate(

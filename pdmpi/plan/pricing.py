@@ -262,15 +262,33 @@ class Pricer:
         used = self.used_bytes(first, count, inner, outer, recompute)
         return np.asarray(used <= limit + 0.5)
 
+    def depth_and_versions(self, first: int, count: int) -> tuple[int, int]:
+        """Return the in-flight depth and the weight versions of one replica.
+
+        What depends on the replicas of the input stage (the share of more than one extra minibatch,
+        vertical sync) is not known in the middle of a search; there the most that it can be is returned.
+        """
+        problem, copies = self.problem, self.problem.copies
+        extra, own = problem.choice.extra_in_flight, count * copies
+        total = self.in_use * copies
+        left = total - first * copies
+        behind = total - own if first == 0 else left
+        share = -(-extra * (left - own) // behind) if behind else 0
+        depth = -(-(left + share) // own)
+        if problem.terms.versions is not None:
+            return depth, problem.terms.versions
+        if problem.terms.synchronised and first:
+            entered = total + extra + first * copies - 1
+            return depth, 1 - (1 - entered) // own
+        return depth, depth
+
     def used_bytes(self, first: int, count: int, inner: slice, outer: slice, recompute: bool) -> Floats:
         """Return the peak bytes of one replica of each stage, shape (inner cuts, outer cuts)."""
         problem, cuts = self.problem, self.problem.cuts
         terms, choice = problem.terms, problem.choice
-        last = first + count == self.in_use
-        depth = -(-(self.in_use - first) // count) + (0 if last else choice.extra_in_flight)
+        depth, versions = self.depth_and_versions(first, count)
         flight = choice.microbatches if terms.holds_all else depth
         flight = min(flight, choice.microbatches) if terms.flushes and terms.accumulates else flight
-        versions = terms.versions if terms.versions is not None else depth
         held = (
             cuts.parameter_bytes * versions
             + cuts.gradient_bytes * (1 + cuts.profile.optimizer_state_factor)

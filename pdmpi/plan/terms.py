@@ -23,6 +23,8 @@ class Terms:
     ----------
     versions
         Weight versions at most; None when as many as the in-flight depth.
+    synchronised
+        Whether every stage uses the versions of the input stage, and holds as many minibatches' worth.
     flushes
         Whether the pipeline drains before every update.
     holds_all
@@ -36,6 +38,7 @@ class Terms:
     """
 
     versions: int | None = 1
+    synchronised: bool = False
     flushes: bool = True
     holds_all: bool = False
     accumulates: bool = True
@@ -45,7 +48,7 @@ class Terms:
 
 SCHEDULES: Mapping[str, Terms] = {
     "pipedream": Terms(versions=None, flushes=False, accumulates=False),
-    "pipedream-vsync": Terms(versions=None, flushes=False, accumulates=False),
+    "pipedream-vsync": Terms(versions=None, synchronised=True, flushes=False, accumulates=False),
     "2bw": Terms(versions=2, flushes=False),
     "gpipe": Terms(holds_all=True),
     "1f1b": Terms(),

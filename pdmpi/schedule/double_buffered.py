@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdmpi.errors import InputError
+from pdmpi.plan.depth import in_flight_depth
 from pdmpi.plan.plan import ScheduleChoice
-from pdmpi.schedule.depth import in_flight_depth
 from pdmpi.schedule.order import Order
 from pdmpi.schedule.pipedream import asynchronous_1f1b
 from pdmpi.schedule.program import Topology

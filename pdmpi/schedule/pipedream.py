@@ -14,9 +14,9 @@ The backward uses the same version.
 
 from __future__ import annotations
 
+from pdmpi.plan.depth import in_flight_depth
 from pdmpi.plan.plan import ScheduleChoice
 from pdmpi.schedule.by_rank import by_rank, share
-from pdmpi.schedule.depth import in_flight_depth
 from pdmpi.schedule.one_f_one_b import one_f_one_b
 from pdmpi.schedule.order import Actions, Order
 from pdmpi.schedule.program import Topology

@@ -15,8 +15,8 @@ import dataclasses
 import numpy as np
 from numpy.typing import NDArray
 
+from pdmpi.plan.depth import in_flight_depth
 from pdmpi.plan.plan import ScheduleChoice
-from pdmpi.schedule.depth import in_flight_depth
 from pdmpi.schedule.order import Order
 from pdmpi.schedule.pipedream import pipedream
 from pdmpi.schedule.program import Topology

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from pdmpi.plan.depth import in_flight_depth
 from pdmpi.plan.plan import ScheduleChoice
 from pdmpi.schedule.by_rank import by_rank, flushed, share
-from pdmpi.schedule.depth import in_flight_depth
 from pdmpi.schedule.order import Actions, Order, actions, joined
 from pdmpi.schedule.program import Op, Topology
 from pdmpi.schedule.rules import one_stage_a_rank, split_over_replicas

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from pdmpi.plan.depth import in_flight_depth
 from pdmpi.plan.plan import Plan, ScheduleChoice
 from pdmpi.plan.terms import terms_of
-from pdmpi.schedule.depth import in_flight_depth
 from pdmpi.schedule.program import Program, Topology
 from pdmpi.schedule.registry import program_of
 from pdmpi.schedule.topology import topology_of

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shapes import cases, straight, with_skips
 
+from pdmpi.plan.depth import in_flight_depth, synchronised_versions
 from pdmpi.plan.plan import ScheduleChoice
 from pdmpi.schedule.check import violations
-from pdmpi.schedule.depth import in_flight_depth
 from pdmpi.schedule.dump import dump, parse
 from pdmpi.schedule.evaluation import evaluation
 from pdmpi.schedule.program import NO_SLOT, Op, Program
@@ -103,6 +103,15 @@ def test_vertical_sync_never_uses_what_the_input_stage_did_not_have(case):
         included = (k // count - lags[stage]) * count
         assert (included <= entered).all()
         assert (included > entered - count).all()
+
+
+@pytest.mark.parametrize("extra", [0, 3])
+@pytest.mark.parametrize("replicas", [(1, 1, 1, 1), (2, 1), (1, 2), (2, 3), (3, 1, 2), (4, 2, 1), (1, 4, 3)])
+def test_vertical_sync_holds_the_versions_that_the_planner_counts(replicas, extra):
+    choice = ScheduleChoice(name="pipedream-vsync", extra_in_flight=extra)
+    topology = straight(*replicas)
+    program = generate(choice, topology, 8 * topology.round)
+    assert tuple(slots.weights for slots in program.slots) == synchronised_versions(replicas, extra)
 
 
 @settings(max_examples=40)

@@ -1,10 +1,11 @@
-"""How many microbatches a replica holds between their forward and their backward."""
+"""How many microbatches, and how many weight versions, a replica holds between forward and backward."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-__all__ = ["in_flight_depth"]
+__all__ = ["in_flight_depth", "synchronised_versions"]
 
 
 def in_flight_depth(replicas: Sequence[int], extra_in_flight: int = 0) -> tuple[int, ...]:
@@ -32,3 +33,15 @@ def in_flight_depth(replicas: Sequence[int], extra_in_flight: int = 0) -> tuple[
         after += count
         depths.append(-(-(after + extra) // count))
     return tuple(reversed(depths))
+
+
+def synchronised_versions(replicas: Sequence[int], extra_in_flight: int = 0) -> tuple[int, ...]:
+    """Return the most weight versions that a replica of each stage holds under vertical sync.
+
+    Minibatch k uses, at every stage, the newest version that includes no more minibatches
+    than the input stage's did when k entered, ``(floor(k / R[0]) - depth + 1) R[0]`` of them.
+    So a stage keeps the versions of up to ``depth R[0] - gcd(R[0], R[s])`` minibatches, R[s] a
+    version, beside the newest: as many as the input stage where R[s] = R[0].
+    """
+    entered = in_flight_depth(replicas, extra_in_flight)[0] * replicas[0]
+    return tuple(1 - (math.gcd(replicas[0], count) - entered) // count for count in replicas)
