@@ -63,16 +63,16 @@ def command(
     run = _read(config)
     from pdmpi.runtime.agree import from_rank_0
     from pdmpi.runtime.keeper import Keeper
+    from pdmpi.runtime.place import open_transport
     from pdmpi.runtime.replan import fits
     from pdmpi.runtime.replan import replan as planned_again
     from pdmpi.runtime.setup import label_of, load_datasets
     from pdmpi.runtime.trainer import Trainer
     from pdmpi.runtime.watch import Watch
-    from pdmpi.transport.mpi import MpiTransport
 
     job = JobEnvironment.of(os.environ)
     signals = run.checkpoint.signals if run.checkpoint.enabled else ()
-    transport = MpiTransport(run.runtime.stall_timeout_s)
+    transport, device, notes = open_transport(run)
     is_first = transport.rank == 0
     limit = end_time(job, os.environ) if is_first else None
     notice = _say if is_first else _mute
@@ -89,7 +89,9 @@ def command(
         with Watch(transport, label) as watch:
             transport.describe = watch.describe
             shown = _Shown(run, plan, directory, is_first)
-            trainer = Trainer(run, plan, transport, load_datasets(run), shown)
+            for line in notes:
+                notice(line)
+            trainer = Trainer(run, plan, transport, load_datasets(run), shown, device)
             from_rank_0(transport, lambda: _lock(directory, job, held))  # after all checks of the input
             keeper = Keeper(
                 run, plan, trainer, transport, run_dir=directory, job=job, stop=stop, notice=shown.notice

@@ -88,6 +88,8 @@ class TrainConfig(_Table):
     """Seed of weights, data order and dropout."""
     dtype: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
     """Type of parameters and activations."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where ranks compute; ``auto`` takes a GPU for each rank where there are any."""
     threads: int = Field(default=1, ge=1)
     """Intra-operator threads of each rank on a CPU."""
     evaluate_every: int = Field(default=1, ge=0)

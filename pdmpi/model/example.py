@@ -45,7 +45,8 @@ def cast_floating(tree: Any, dtype: torch.dtype, device: torch.device | str = "c
     def convert(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        return leaf.to(device, dtype) if leaf.is_floating_point() else leaf.to(device)
+        wanted = dtype if leaf.is_floating_point() else leaf.dtype
+        return leaf.to(device, wanted, non_blocking=True)
 
     return map_tree(convert, tree)
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
 from pdmpi.graph import Ref, TensorSpec
-from pdmpi.runtime.slots import Region
+from pdmpi.runtime.slots import Allocate, Region
 from pdmpi.schedule.program import Channel, Kind, Program
 
 __all__ = ["Boundary", "boundary_of", "gradient_specs"]
@@ -51,7 +49,7 @@ def boundary_of(
     stage: int,
     programs: Iterable[Program],
     edges: Mapping[tuple[int, int], Mapping[Ref, TensorSpec]],
-    allocate: Callable[[int], Tensor],
+    allocate: Allocate,
 ) -> Boundary:
     """Allocate the regions of a stage, enough slots for each of the programs.
 
@@ -64,7 +62,7 @@ def boundary_of(
     edges
         What flows from stage to stage.
     allocate
-        Returns flat memory of so many bytes.
+        Makes their memory.
     """
     found: dict[str, dict[Channel, list[Region]]] = {
         "inputs": {}, "outputs": {}, "grad_inputs": {}, "grad_outputs": {}

@@ -36,6 +36,8 @@ class Executor:
     on_microbatch
         Called with the microbatch after each backward (or forward, where nothing is trained)
         of the rank's first stage.
+    settle
+        Returns when the device has run all that was queued.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class Executor:
         players: Mapping[int, Player],
         mailbox: Mailbox,
         on_microbatch: Callable[[int], None] | None = None,
+        settle: Callable[[], None] = lambda: None,
     ) -> None:
         self.program: Program = checked.program
         self._rank = rank
@@ -54,6 +57,7 @@ class Executor:
         self._sends: dict[tuple[int, int], Request] = {}
         self._mailbox = mailbox
         self._on_microbatch = on_microbatch
+        self._settle = settle
         trains = any(row[0] in (Op.BACKWARD, Op.BACKWARD_INPUT) for row in self._rows)
         self._counted = (Op.BACKWARD, Op.BACKWARD_INPUT) if trains else (Op.FORWARD,)
         self._first = min(players)
@@ -85,6 +89,8 @@ class Executor:
                 f"rank {self._rank} (stage {instruction.stage}) failed in instruction {i}, "
                 f"{instruction}: {type(error).__name__}: {error}"
             ) from error
+        self._settle()
+        ends[-1:] = perf_counter() - origin
         for player in self._players.values():
             player.weights.rewind()
 

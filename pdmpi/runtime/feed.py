@@ -63,6 +63,7 @@ def feed(
     flatten: Callable[[Any], Mapping[Ref, Tensor]] | None,
     with_target: bool,
     dtype: torch.dtype,
+    device: torch.device,
 ) -> Feed:
     """Return a feed over the microbatches that one replica runs.
 
@@ -83,13 +84,16 @@ def feed(
         Whether the stage computes the loss.
     dtype
         Floating inputs and targets are converted to it.
+    device
+        Where they are put.
     """
     numbers = list(microbatches)
     indices = [order[k * microbatch_size : (k + 1) * microbatch_size].tolist() for k in numbers]
     # A generator of its own: the loader would draw from torch's, which dropout masks come from.
     loader: DataLoader[Any] = DataLoader(
-        dataset, batch_sampler=_Fixed(indices), collate_fn=_collate, generator=torch.Generator()
-    )
+        dataset, batch_sampler=_Fixed(indices), collate_fn=_collate, generator=torch.Generator(),
+        pin_memory=device.type == "cuda",
+    )  # fmt: skip
     batches = iter(loader)
     due = iter(numbers)
 
@@ -98,8 +102,8 @@ def feed(
         if k != expected:
             raise PdmpiError(f"the data feed is at microbatch {expected}, the program at {k}")
         value, target = next(batches)
-        inputs = {} if flatten is None else flatten(cast_floating(value, dtype))
-        return Batch(inputs, cast_floating(target, dtype) if with_target else None)
+        inputs = {} if flatten is None else flatten(cast_floating(value, dtype, device))
+        return Batch(inputs, cast_floating(target, dtype, device) if with_target else None)
 
     return take
 

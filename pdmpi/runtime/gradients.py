@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from pdmpi.runtime.slots import Allocate
 from pdmpi.transport.base import Request, Transport
 
 __all__ = ["BUCKET_BYTES", "GradientReducer"]
@@ -18,21 +19,21 @@ BUCKET_BYTES = 4 << 20
 class _Bucket:
     """Gradients of one dtype that travel together, in one contiguous buffer."""
 
-    def __init__(self, members: Sequence[nn.Parameter]) -> None:
+    def __init__(self, members: Sequence[nn.Parameter], allocate: Allocate) -> None:
         self.members = members
         first = members[0]
-        self.flat = torch.zeros(sum(p.numel() for p in members), dtype=first.dtype, device=first.device)
+        memory, self.bytes = allocate(sum(p.numel() for p in members) * first.element_size())
+        self.flat = memory.view(first.dtype)
         self.views: dict[nn.Parameter, Tensor] = {}
         offset = 0
         for parameter in members:
             self.views[parameter] = self.flat[offset : offset + parameter.numel()].view(parameter.shape)
             offset += parameter.numel()
         self.dtype = str(first.dtype).removeprefix("torch.")
-        self.bytes = self.flat.view(torch.uint8).numpy()
         self.missing = set(members)
 
 
-def _fill(parameters: Sequence[nn.Parameter], limit: int) -> list[_Bucket]:
+def _fill(parameters: Sequence[nn.Parameter], limit: int, allocate: Allocate) -> list[_Bucket]:
     """Group parameters in reverse order, the order in which a backward finishes their gradients."""
     groups: list[list[nn.Parameter]] = []
     for parameter in reversed(parameters):
@@ -41,7 +42,7 @@ def _fill(parameters: Sequence[nn.Parameter], limit: int) -> list[_Bucket]:
         if not last or last[0].dtype != parameter.dtype or nbytes >= limit:
             groups.append([])
         groups[-1].append(parameter)
-    return [_Bucket(members) for members in groups]
+    return [_Bucket(members, allocate) for members in groups]
 
 
 class GradientReducer:
@@ -57,11 +58,11 @@ class GradientReducer:
         parameters: Mapping[str, nn.Parameter],
         transport: Transport,
         ranks: Sequence[int],
+        allocate: Allocate,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        self._transport = transport
-        self._ranks = tuple(ranks)
-        self._buckets = _fill(list(parameters.values()), bucket_bytes)
+        self._buckets = _fill(list(parameters.values()), bucket_bytes, allocate)
+        self._sums = [transport.bind_allreduce(b.bytes, b.dtype, ranks) for b in self._buckets]
         self._armed = False
         self._requests: list[Request] = []
         for bucket in self._buckets:
@@ -108,4 +109,4 @@ class GradientReducer:
         for bucket in self._buckets[len(self._requests) :]:
             if bucket.missing:
                 return
-            self._requests.append(self._transport.post_allreduce(bucket.bytes, bucket.dtype, self._ranks))
+            self._requests.append(self._sums[len(self._requests)].post())

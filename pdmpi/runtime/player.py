@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +51,9 @@ class Player:
         Its boundary regions.
     reducer
         Sums gradients over the stage's replicas; ``None`` for a straight stage.
+    autocast
+        Sixteen-bit type that forwards compute in where that is safe; None computes in the
+        parameters' own.
     scale
         Factor on the gradients before an update: one over the microbatches that it averages.
     """
@@ -62,18 +66,21 @@ class Player:
         *,
         reducer: GradientReducer | None,
         scale: float,
+        autocast: torch.dtype | None = None,
     ) -> None:
         self.module = module
         self.weights = weights
         self.boundary = boundary
         self._reducer = reducer
         self._scale = scale
+        self._autocast = autocast
         self._feed: Feed | None = None
         self._criterion: Criterion | None = None
         self._first = 0
         self._saved: dict[int, _Saved] = {}
         self._fed: dict[int, Batch] = {}
-        self.losses: dict[int, float] = {}
+        self.losses: dict[int, float | Tensor] = {}
+        """Loss of each microbatch of the program, as far as it is known at this stage."""
         self._leaves = _leaves(boundary)
 
     def begin(
@@ -109,7 +116,8 @@ class Player:
         run = self._run(k, inputs, keep=saved != NO_SLOT)
         if self._criterion is not None:
             assert run.loss is not None
-            self.losses[k] = float(run.loss.detach())
+            loss = run.loss.detach()
+            self.losses[k] = float(loss) if loss.device.type == "cpu" else loss  # no wait for a device
         if saved != NO_SLOT:
             self._saved[saved] = run
         elif not self.module.training:
@@ -164,15 +172,16 @@ class Player:
             roots.append(run.loss)
             gradients.append(None)
         self._fed.pop(k, None)
-        loss = self.losses.get(k, math.nan)
+        known = self.losses.get(k, math.nan)
+        loss = known if isinstance(known, float) else math.nan
         for regions in self.boundary.grad_inputs.values():
             region = regions[grad_in]
             loss = region.loss
+            self.losses[k] = loss
             for ref, gradient in region.tensors.items():
                 if run.outputs[ref].requires_grad:
                     roots.append(run.outputs[ref])
-                    gradients.append(gradient)
-        self.losses[k] = loss
+                    gradients.append(gradient.to(run.outputs[ref].dtype))
         return roots, gradients, loss
 
     def _send_back(self, run: _Saved, k: int, version: int, loss: float, grad_out: int) -> None:
@@ -184,6 +193,10 @@ class Player:
                 target.zero_() if gradient is None else target.copy_(gradient)
         for leaf in run.leaves.values():
             leaf.grad = None
+
+    def loss_values(self) -> dict[int, float]:
+        """Return the losses as numbers; waits for the device."""
+        return {k: float(loss) for k, loss in self.losses.items()}
 
     def arm_reduce(self) -> None:
         """Let gradients leave for their sum as the next backward finishes them."""
@@ -199,9 +212,15 @@ class Player:
         """One optimizer step from a weight slot to another."""
         self.weights.update(read, write, self._scale)
 
+    def _precision(self) -> AbstractContextManager[Any]:
+        if self._autocast is None:
+            return nullcontext()
+        device = next(self.module.parameters()).device.type
+        return torch.autocast(device, self._autocast, cache_enabled=False)
+
     def _run(self, k: int, inputs: int, *, keep: bool, recompute: bool = False) -> _Saved:
         fed = self._fed.get(k, _NOTHING_FED)
-        with torch.set_grad_enabled(keep):
+        with torch.set_grad_enabled(keep), self._precision():
             leaves = {ref: slots[inputs] for ref, slots in self._leaves.items()}
             outputs = self.module({**fed.inputs, **leaves}, self._first + k, recompute)
             loss = None if self._criterion is None else self._criterion(outputs, fed.target, k)

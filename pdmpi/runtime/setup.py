@@ -23,7 +23,7 @@ from pdmpi.runtime.boundary import boundary_of
 from pdmpi.runtime.gradients import GradientReducer
 from pdmpi.runtime.mailbox import Mailbox
 from pdmpi.runtime.player import Player
-from pdmpi.runtime.slots import host_memory
+from pdmpi.runtime.slots import device_memory, host_memory
 from pdmpi.runtime.weights import WeightRing
 from pdmpi.schedule.program import Program, Topology
 from pdmpi.transport.base import Transport
@@ -133,6 +133,7 @@ def build_rank(
     training: Program,
     others: Iterable[Program],
     transport: Transport,
+    device: torch.device,
 ) -> Rank:
     """Build the stages of one rank, all buffers included; every rank calls it at the same time.
 
@@ -146,6 +147,8 @@ def build_rank(
         Programs that may need more slots than it.
     transport
         Moves the messages.
+    device
+        Where the rank computes.
     """
     topology = training.topology
     graph = traced.graph
@@ -158,11 +161,12 @@ def build_rank(
     programs = [training, *others]
     last = len(plan.stages) - 1
     inputs = {layer.name for layer in graph.layers if layer.kind == INPUT}
+    allocate = host_memory if device.type == "cpu" else device_memory(transport)
     players: dict[int, Player] = {}
     for stage, ranks in enumerate(topology.ranks):
         if transport.rank not in ranks:
             continue
-        module = build_stage(traced, plan.stages[stage].layers, last=stage == last)
+        module = build_stage(traced, plan.stages[stage].layers, device=device, last=stage == last)
         trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
         weights = WeightRing(
             trainable, training.slots[stage].weights, lambda masters: _optimizer(config, masters)
@@ -170,9 +174,10 @@ def build_rank(
         players[stage] = Player(
             module,
             weights,
-            boundary_of(stage, programs, edges, host_memory),
-            reducer=GradientReducer(trainable, transport, ranks) if len(ranks) > 1 else None,
+            boundary_of(stage, programs, edges, allocate),
+            reducer=GradientReducer(trainable, transport, ranks, allocate) if len(ranks) > 1 else None,
             scale=1.0 / training.microbatches_per_update[stage],
+            autocast=dtype_of(config) if config.train.dtype in ("bfloat16", "float16") else None,
         )
     return Rank(
         players=players,

@@ -11,12 +11,16 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 from pdmpi.errors import PdmpiError
 from pdmpi.graph import Ref, TensorSpec
-from pdmpi.transport.base import Bytes
+from pdmpi.transport.base import Bytes, Transport
 
-__all__ = ["HEADER_BYTES", "Region", "host_memory", "torch_dtype"]
+__all__ = ["HEADER_BYTES", "Allocate", "Region", "device_memory", "host_memory", "torch_dtype"]
+
+Allocate = Callable[[int], tuple[Tensor, Bytes]]
+"""Returns flat memory of so many bytes: as a ``uint8`` tensor, and as the transport takes it."""
 
 HEADER_BYTES = 64
 _ALIGNMENT_BYTES = 64
@@ -37,18 +41,23 @@ class Region:
     specs
         What the channel carries, in order.
     allocate
-        Returns a flat ``uint8`` tensor of so many bytes.
+        Returns flat memory of so many bytes.
+
+    Notes
+    -----
+    The header is written and checked by the host, so it stays empty on a device.
     """
 
-    def __init__(self, specs: Mapping[Ref, TensorSpec], allocate: Callable[[int], Tensor]) -> None:
+    def __init__(self, specs: Mapping[Ref, TensorSpec], allocate: Allocate) -> None:
         offset, starts = HEADER_BYTES, []
         for spec in specs.values():
             starts.append(offset)
             offset += -(-spec.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        memory = allocate(offset)
-        self.bytes: Bytes = memory.numpy()
-        self._header = self.bytes[:HEADER_BYTES].view("int64")
-        self._loss = self.bytes[:HEADER_BYTES].view("float64")
+        memory, self.bytes = allocate(offset)
+        self.on_host = memory.device.type == "cpu"
+        if self.on_host:
+            self._header = self.bytes[:HEADER_BYTES].view("int64")
+            self._loss = self.bytes[:HEADER_BYTES].view("float64")
         self.tensors: dict[Ref, Tensor] = {
             ref: memory[start : start + spec.nbytes].view(torch_dtype(spec.dtype)).view(spec.shape)
             for (ref, spec), start in zip(specs.items(), starts, strict=True)
@@ -56,26 +65,39 @@ class Region:
 
     def stamp(self, microbatch: int, version: int, loss: float = math.nan) -> None:
         """Write the header before the region is sent."""
+        if not self.on_host:
+            return
         self._header[0] = microbatch
         self._header[1] = version
         self._loss[2] = loss
 
     def check(self, microbatch: int) -> None:
         """Raise unless the region holds what the program says was received."""
-        if self._header[0] != microbatch:
+        if self.on_host and self._header[0] != microbatch:
             raise PdmpiError(f"received microbatch {self._header[0]} where {microbatch} was due")
 
     @property
     def version(self) -> int:
-        """Weight version that made the tensors."""
-        return int(self._header[1])
+        """Weight version that made the tensors; -1 where it is not known."""
+        return int(self._header[1]) if self.on_host else -1
 
     @property
     def loss(self) -> float:
         """Loss of the microbatch, known from the last stage backwards; NaN elsewhere."""
-        return float(self._loss[2])
+        return float(self._loss[2]) if self.on_host else math.nan
 
 
-def host_memory(nbytes: int) -> Tensor:
-    """Allocate host memory for a region."""
-    return torch.zeros(nbytes, dtype=torch.uint8)
+def host_memory(nbytes: int) -> tuple[Tensor, Bytes]:
+    """Allocate host memory."""
+    memory = torch.zeros(nbytes, dtype=torch.uint8)
+    return memory, memory.numpy()
+
+
+def device_memory(transport: Transport) -> Allocate:
+    """Return what allocates memory that the transport can move from the rank's device."""
+
+    def allocate(nbytes: int) -> tuple[Tensor, Bytes]:
+        buffer = transport.allocate(nbytes)
+        return from_dlpack(buffer), buffer
+
+    return allocate

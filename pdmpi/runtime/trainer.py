@@ -38,6 +38,9 @@ _COMPUTE = (Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWAR
 _WAITS = (Op.WAIT_RECV, Op.WAIT_SEND, Op.WAIT_REDUCE)
 
 
+_HOST = torch.device("cpu")
+
+
 @dataclass(frozen=True, slots=True)
 class Position:
     """How far a run is.
@@ -76,6 +79,8 @@ class Trainer:
         Training and test set.
     listener
         Told what happens, on rank 0.
+    device
+        Where this rank computes.
 
     Raises
     ------
@@ -84,7 +89,13 @@ class Trainer:
     """
 
     def __init__(
-        self, config: RunConfig, plan: Plan, transport: Transport, datasets: Datasets, listener: Listener
+        self,
+        config: RunConfig,
+        plan: Plan,
+        transport: Transport,
+        datasets: Datasets,
+        listener: Listener,
+        device: torch.device = _HOST,
     ) -> None:
         torch.set_num_threads(config.train.threads)
         self.config = config
@@ -92,6 +103,7 @@ class Trainer:
         self._transport = transport
         self._datasets = datasets
         self._listener = listener
+        self._device = device
         self._size = microbatch_size(config)
         self._topology = topology_of(plan)
         traced = trace_run(config)
@@ -105,7 +117,7 @@ class Trainer:
             self._programs[size] = check(program_of(plan, size))
         programs = [self._programs[size].program for size in reversed(sizes)]
         others = [*programs[1:], *([self._test.program] if self._test else [])]
-        self.rank: Rank = build_rank(config, plan, traced, programs[0], others, transport)
+        self.rank: Rank = build_rank(config, plan, traced, programs[0], others, transport, device)
         self._loss: Callable[[Any, Any], Tensor] = load_factory(config.loss.factory)(**config.loss.args)
 
     @property
@@ -178,7 +190,8 @@ class Trainer:
             nonlocal done
             done += 1
             minibatches = done * len(self._topology.ranks[first]) // self.config.schedule.microbatches
-            known = self.rank.players[first].losses.get(k, float("nan"))
+            held = self.rank.players[first].losses.get(k)
+            known = held if isinstance(held, float) else float("nan")
             self._listener.progress(
                 position.epoch, position.minibatch + minibatches, self.minibatches, known
             )
@@ -225,7 +238,10 @@ class Trainer:
                 criterion if self.rank.computes_loss[stage] else None,
                 first,
             )
-        executor = Executor(checked, self._transport.rank, self.rank.players, self.rank.mailbox, progress)
+        settle = torch.cuda.synchronize if self._device.type == "cuda" else _nothing
+        executor = Executor(
+            checked, self._transport.rank, self.rank.players, self.rank.mailbox, progress, settle
+        )
         self._transport.barrier()
         executor.run()
         self._last = executor
@@ -247,12 +263,13 @@ class Trainer:
             flatten=self.rank.traced.flatten if reads else None,
             with_target=targets,
             dtype=dtype_of(self.config),
+            device=self._device,
         )
 
     def _report(self, executor: Executor) -> RankReport:
         rows = executor.program.rows[self._transport.rank]
         spent = executor.end_s - executor.start_s
-        losses = [p.losses for s, p in self.rank.players.items() if self.rank.computes_loss[s]]
+        losses = [p.loss_values() for s, p in self.rank.players.items() if self.rank.computes_loss[s]]
         return RankReport(
             label=label_of(self.plan, self._transport.rank),
             compute_s=_sum_over(rows, spent, _COMPUTE),
@@ -283,6 +300,10 @@ class Trainer:
             return None
         count = len(self._datasets.test)  # type: ignore[arg-type]
         return check(evaluation(self._topology, -(-count // self._size)))
+
+
+def _nothing() -> None:
+    """Wait for nothing: the host computes as it goes."""
 
 
 def _sum_over(rows: NDArray[np.int32], spent: NDArray[np.float64], ops: Sequence[Op]) -> float:

@@ -5,6 +5,9 @@ data the parameter object holds then; so the version that the forward used is pu
 before its backward (DESIGN, fact 4).  The optimizer never touches the module's own
 parameters: it owns a second set of parameter objects over the same slots, whose version
 counters autograd does not watch.
+
+In 16 bits the optimizer steps one set of float32 masters, and what is versioned is their
+rounded copy: half the memory of a version, and no update too small to count.
 """
 
 from __future__ import annotations
@@ -67,7 +70,9 @@ class WeightRing:
         with torch.no_grad():
             for view, parameter in zip(self._views[0], self._own, strict=True):
                 view.copy_(parameter)
-        self._masters = {name: nn.Parameter(v) for name, v in zip(parameters, self._views[0], strict=True)}
+        self._rounds = any(p.dtype in (torch.bfloat16, torch.float16) for p in self._own)
+        held = [view.float() for view in self._views[0]] if self._rounds else self._views[0]
+        self._masters = {name: nn.Parameter(v) for name, v in zip(parameters, held, strict=True)}
         self.optimizer = make_optimizer(self._masters)
         self._selected = -1
         self._newest = 0
@@ -94,16 +99,21 @@ class WeightRing:
         """Step from the version in ``read`` to ``write`` with the gradients times ``scale``; clear them."""
         gradients = []
         for parameter, master in zip(self._own, self._masters.values(), strict=True):
-            master.grad = parameter.grad
+            gradient = parameter.grad
+            master.grad = None if gradient is None else gradient.to(master.dtype)
             parameter.grad = None
             if master.grad is not None:
                 gradients.append(master.grad)
         with torch.no_grad():
             if scale != 1.0 and gradients:
                 torch._foreach_mul_(gradients, scale)
-            self._move(read, write)
+            if not self._rounds:
+                self._move(read, write)
             if self.optimizer is not None:
                 self.optimizer.step()
+            if self._rounds:
+                torch._foreach_copy_(self._views[write], list(self._masters.values()))
+                self._newest = write
         for master in self._masters.values():
             master.grad = None
 
@@ -117,6 +127,7 @@ class WeightRing:
         if read != write:
             for source, target in zip(self._flats[read], self._flats[write], strict=True):
                 target.copy_(source)
-            for master, view in zip(self._masters.values(), self._views[write], strict=True):
-                master.data = view
+            if not self._rounds:
+                for master, view in zip(self._masters.values(), self._views[write], strict=True):
+                    master.data = view
         self._newest = write

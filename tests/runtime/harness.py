@@ -126,13 +126,13 @@ def state_of(training: Trainer) -> dict[str, Tensor]:
 
 
 @cache
-def _traced(factory: str, data: str, rows: int) -> TracedModel:
+def _traced(factory: str, data: str, rows: int, dtype: str) -> TracedModel:
     return trace_run(
         RunConfig.model_validate(
             {
                 "model": {"factory": factory},
                 "data": {"factory": data},
-                "train": {"minibatch_size": rows, "epochs": 1, "dtype": "float64"},
+                "train": {"minibatch_size": rows, "epochs": 1, "dtype": dtype},
             }
         )
     )
@@ -141,7 +141,7 @@ def _traced(factory: str, data: str, rows: int) -> TracedModel:
 def traced(config: RunConfig) -> TracedModel:
     """Trace each model once: tests share what tracing does not change."""
     rows = config.train.minibatch_size // config.schedule.microbatches
-    return _traced(config.model.factory, config.data.factory, rows)
+    return _traced(config.model.factory, config.data.factory, rows, config.train.dtype)
 
 
 def serialise_forwards(monkeypatch: Any) -> None:

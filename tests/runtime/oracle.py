@@ -79,7 +79,7 @@ def replay(config: RunConfig, plan: Plan, programs: list[int]) -> dict[str, Tens
             rows = order[(first + k) * size : (first + k + 1) * size]
             inputs, targets = zip(*(dataset[i] for i in rows), strict=True)
             values = traced.flatten(torch.stack(inputs))
-            output = traced.unflatten(model(values, k))
+            output = traced.unflatten(model(values, first + k))
             gradients = torch.autograd.grad(
                 loss(output, torch.stack(targets)), list(parameters.values()), allow_unused=True
             )

@@ -1,0 +1,59 @@
+"""Where a rank computes and what moves its messages: decided before MPI starts."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import torch
+
+from pdmpi.config.run import RunConfig
+from pdmpi.errors import InputError
+from pdmpi.transport.device import choose_device, load_ucx
+
+if TYPE_CHECKING:  # importing it starts MPI
+    from pdmpi.transport.mpi import MpiTransport
+
+__all__ = ["open_transport"]
+
+
+def open_transport(config: RunConfig) -> tuple[MpiTransport, torch.device, list[str]]:
+    """Choose this rank's device, then start MPI.
+
+    Returns
+    -------
+    transport, device, notes
+        The notes, on rank 0, say what is slower than it could be, and the remedy.
+
+    Raises
+    ------
+    InputError
+        For a GPU that is asked for and not there.
+    """
+    wanted = config.train.device
+    usable = find_spec("cupy") is not None
+    num_devices = torch.cuda.device_count() if wanted != "cpu" and usable else 0
+    if wanted == "cuda" and not num_devices:
+        why = "this process sees no CUDA device" if usable else "CuPy is missing"
+        raise InputError(
+            f"[train] device = 'cuda', but {why}; pip install 'pdmpi[cuda13]' (or cuda12), "
+            "or set 'cpu'"
+        )
+    if not num_devices:
+        from pdmpi.transport.mpi import MpiTransport
+
+        return MpiTransport(config.runtime.stall_timeout_s), torch.device("cpu"), []
+    device = torch.device("cuda", choose_device(os.environ, num_devices))
+    torch.cuda.set_device(device)
+    ucx = load_ucx()
+    from pdmpi.transport.open import open_cuda_transport
+
+    transport, notes = open_cuda_transport(
+        config.runtime.stall_timeout_s,
+        compute_stream=lambda: torch.cuda.current_stream().cuda_stream,
+        ucx=ucx,
+        num_devices=num_devices,
+        device=config.transport.device,
+    )
+    return transport, device, notes
