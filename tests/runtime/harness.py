@@ -24,6 +24,8 @@ from pdmpi.runtime.trainer import Position, Trainer
 from pdmpi.transport.base import Transport
 from pdmpi.transport.local import LocalWorld
 
+CPU = torch.device("cpu")
+
 FORWARDS = threading.Lock()
 """torch has one random state a process: ranks that are threads draw their masks in turn."""
 
@@ -107,10 +109,11 @@ def _chunk_rank(schedule: str, stage: int, ranks: int) -> int:
 
 
 def train_rank(
-    config: RunConfig, plan: Plan, transport: Transport, listener: Silent | None = None
+    config: RunConfig, plan: Plan, transport: Transport, listener: Silent | None = None,
+    device: torch.device = CPU,
 ) -> tuple[dict[str, Tensor], Trainer]:
     """Train one epoch on one rank and return its parameters and buffers by name."""
-    training = Trainer(config, plan, transport, load_datasets(config), listener or Silent())
+    training = Trainer(config, plan, transport, load_datasets(config), listener or Silent(), device)
     training.epoch(Position())
     if config.train.evaluate_every:
         training.evaluate(0)
@@ -171,6 +174,6 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], context: 
     """Compare in float64, to rounding."""
     for name, tensor in found.items():
         np.testing.assert_allclose(
-            tensor.to(torch.float64).numpy(), expected[name].to(torch.float64).numpy(),
+            tensor.cpu().to(torch.float64).numpy(), expected[name].cpu().to(torch.float64).numpy(),
             rtol=1e-9, atol=1e-11, err_msg=f"{name} {context}",
         )  # fmt: skip

@@ -8,17 +8,18 @@ import sys
 from harness import assert_same, make_plan, run_config, train_rank
 from oracle import replay
 
-from pdmpi.transport.mpi import MpiTransport
+from pdmpi.runtime.place import open_transport
 
 
 def main() -> None:
     cases = json.loads(sys.argv[1])
-    transport = MpiTransport(60.0)
+    place = sys.argv[2]
+    transport, device, _ = open_transport(run_config("conv", device=place))
     for model, schedule, microbatches, replicas, minibatches in cases:
         config = run_config(model, schedule, microbatches)
         plan = make_plan(config, replicas)
-        state, _ = train_rank(config, plan, transport)
-        expected = replay(config, plan, [minibatches])
+        state, _ = train_rank(config, plan, transport, device=device)
+        expected = replay(config, plan, [minibatches], device)
         assert_same(state, expected, f"{schedule} {replicas} on rank {transport.rank}")
         if transport.rank == 0:
             print("equal", model, schedule, "-".join(map(str, replicas)), flush=True)

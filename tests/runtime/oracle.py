@@ -41,14 +41,16 @@ def per_update(name: str, replicas: list[int], stage: int, microbatches: int) ->
     return replicas[stage] if microbatches == 1 else microbatches
 
 
-def replay(config: RunConfig, plan: Plan, programs: list[int]) -> dict[str, Tensor]:
+def replay(
+    config: RunConfig, plan: Plan, programs: list[int], device: str | torch.device = "cpu"
+) -> dict[str, Tensor]:
     """Return the parameters and running statistics after programs of so many minibatches each.
 
     The programs are those of one epoch, in order.
     """
     traced = traced_of(config)
     names = [set(build_stage(traced, s.layers).state_dict()) for s in plan.stages]
-    model = build_stage(traced, [name for s in plan.stages for name in s.layers])
+    model = build_stage(traced, [name for s in plan.stages for name in s.layers], device=device)
     loss = load_factory(config.loss.factory)(**config.loss.args)
     dataset = load_factory(config.data.factory)(split="train", **config.data.args)
     replicas = [s.replicas for s in plan.stages]
@@ -78,10 +80,10 @@ def replay(config: RunConfig, plan: Plan, programs: list[int]) -> dict[str, Tens
                     buffers[n].copy_(value)
             rows = order[(first + k) * size : (first + k + 1) * size]
             inputs, targets = zip(*(dataset[i] for i in rows), strict=True)
-            values = traced.flatten(torch.stack(inputs))
+            values = traced.flatten(torch.stack(inputs).to(device))
             output = traced.unflatten(model(values, first + k))
             gradients = torch.autograd.grad(
-                loss(output, torch.stack(targets)), list(parameters.values()), allow_unused=True
+                loss(output, torch.stack(targets).to(device)), list(parameters.values()), allow_unused=True
             )
             for s, own in enumerate(sets):
                 for n in own[k % replicas[s]]:

@@ -1,0 +1,31 @@
+"""Schedules on two real devices equal the oracle, which runs on one of them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from launch import REPOSITORY, mpirun
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+RUNTIME = REPOSITORY / "tests" / "runtime"
+SCHEDULES = [
+    ("pipedream", 1, [1, 1], 12), ("pipedream", 1, [2], 12), ("pipedream-vsync", 1, [1, 1], 12),
+    ("2bw", 4, [1, 1], 3), ("gpipe", 4, [1, 1], 3), ("1f1b", 4, [1, 1], 3), ("zb-h1", 4, [1, 1], 3),
+]  # fmt: skip
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+]
+
+
+@pytest.mark.parametrize("model", ["conv", "sequence"])
+def test_equals_the_oracle(model: str) -> None:
+    cases = [(model, *schedule) for schedule in SCHEDULES]
+    done = mpirun(
+        2, [RUNTIME / "mpi_oracle.py", json.dumps(cases), "cuda"],
+        env={"PYTHONPATH": f"{REPOSITORY}:{RUNTIME}", "OMPI_MCA_pml": "ucx"}, timeout=240,
+    )  # fmt: skip
+    assert done.stdout.count("equal") == len(cases), done.stdout + done.stderr
