@@ -6,6 +6,7 @@ import fnmatch
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -89,6 +90,11 @@ class TracedModel:
         index = self.graph.index
         return tuple(taken), tuple(sorted(given, key=lambda ref: (index[ref.layer], ref.output)))
 
+    def remarks(self) -> list[str]:
+        """Return, a line each, which submodules are one layer and why, and the other notes."""
+        kept = [f"{path!r} is one layer: {reason}" for path, reason in self.opaque.items()]
+        return kept + list(self.notes)
+
     def tensors_of(self, layer: str) -> list[Tensor]:
         """Return the parameters and buffers that a layer holds, on ``meta``."""
         found: list[Tensor] = []
@@ -102,9 +108,8 @@ class TracedModel:
 
     def flatten(self, example: Any) -> dict[Ref, Tensor]:
         """Return the tensors of a batch's input as the values that the first stage takes."""
-        inputs = [layer for layer in self.graph.layers if layer.kind == INPUT]
-        refs = [Ref(layer.name, i) for layer in inputs for i in range(len(layer.outputs))]
-        tensors = tensors_of(list(arguments_of(self.module, example).values()))
+        refs = self._input_refs
+        tensors = tensors_of(list(arguments_of(self.module, self._signature, example).values()))
         if len(tensors) != len(refs):
             raise InputError(
                 f"the batch holds {len(tensors)} tensors, the model was traced with {len(refs)}; "
@@ -116,12 +121,25 @@ class TracedModel:
         """Return the structure that the model returns (in evaluation: then), from the last stage's values."""
         evaluation = self.recording.evaluation_output
         output = self.recording.output if training or evaluation is None else evaluation
-        ref_of = {value: ref for ref, value in self.value_of.items()}
+        ref_of = self._ref_of
 
         def fill(leaf: Any) -> Any:
             return values[ref_of[leaf]] if isinstance(leaf, Value) else leaf
 
         return map_tree(fill, output)
+
+    @cached_property
+    def _signature(self) -> inspect.Signature:
+        return inspect.signature(self.module.forward)
+
+    @cached_property
+    def _input_refs(self) -> list[Ref]:
+        inputs = [layer for layer in self.graph.layers if layer.kind == INPUT]
+        return [Ref(layer.name, i) for layer in inputs for i in range(len(layer.outputs))]
+
+    @cached_property
+    def _ref_of(self) -> dict[Value, Ref]:
+        return {value: ref for ref, value in self.value_of.items()}
 
 
 def trace_model(
@@ -165,7 +183,7 @@ def trace_model(
     def as_trained(leaf: Any) -> Any:
         return leaf.to("meta", dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
-    arguments = map_tree(as_trained, arguments_of(module, example))
+    arguments = map_tree(as_trained, arguments_of(module, inspect.signature(module.forward), example))
     opaque: dict[str, str] = {}
     recorder = _Records(module, tape, arguments, _leaf_rule(module, config.leaves, opaque))
     while True:
@@ -245,12 +263,11 @@ class _Records:
         )
 
 
-def arguments_of(module: nn.Module, example: Any) -> dict[str, Any]:
+def arguments_of(module: nn.Module, signature: inspect.Signature, example: Any) -> dict[str, Any]:
     """Return the model's arguments by name; positional ones start with ``*``."""
     if isinstance(example, Mapping):
         return {str(name): value for name, value in example.items()}
     positional = example if isinstance(example, (tuple, list)) else (example,)
-    signature = inspect.signature(module.forward)
     try:
         bound = signature.bind(*positional).arguments
     except TypeError as error:
