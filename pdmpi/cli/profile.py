@@ -64,6 +64,7 @@ def command(
             repeats=repeats,
             budget_s=budget_s,
             tell=lambda done, total, name: progress.update(int(done == total), name),
+            note=lambda remark: click.echo(f"note: {remark}", err=True),
         )
     save_profile(profile, output, force)
     emit(_summary(profile, output), _table(profile, output), as_json)

@@ -44,6 +44,7 @@ def profile_model(
     budget_s: float = 20.0,
     memory_bytes: int | None = None,
     tell: Callable[[int, int, str], None] | None = None,
+    note: Callable[[str], None] | None = None,
 ) -> Profile:
     """Trace the model of a configuration and measure every layer.
 
@@ -61,6 +62,8 @@ def profile_model(
         Bytes to measure within; half of what is free by default.
     tell
         Called with (layers done, layers, name) as it goes on.
+    note
+        Called with what the user may want to know of the model (see `TracedModel.remarks`).
 
     Raises
     ------
@@ -70,6 +73,9 @@ def profile_model(
     place, dtype = torch.device(device), dtype_of(config)
     source, target = example_batch(config)
     traced = trace_model(config.model, source, seed=config.train.seed, dtype=dtype)
+    if note is not None:
+        for remark in traced.remarks():
+            note(remark)
     layers = [layer for layer in traced.graph.layers if layer.kind != INPUT]
     if not any(layer.parameters for layer in layers):
         raise InputError(
