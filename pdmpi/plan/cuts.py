@@ -134,9 +134,10 @@ def trained_layers(graph: LayerGraph) -> tuple[list[bool], list[bool]]:
 def cuts_of(profile: Profile, limit: int = MAX_CUTS) -> Cuts:
     """Return the cuts of a profile's graph: all of them when there are at most ``limit``.
 
-    Cuts that are never better than another one are left out: those that part a layer from
-    readers that cost nothing and return no more than it does (views), and those that leave
-    behind a layer that costs nothing and returns nothing.
+    Layers that share a parameter stay in one stage: their gradients would have to be summed
+    between stages before each step.  Cuts that are never better than another one are left
+    out: those that part a layer from readers that cost nothing and return no more than it does
+    (views), and those that leave behind a layer that costs nothing and returns nothing.
 
     Raises
     ------
@@ -155,15 +156,32 @@ def cuts_of(profile: Profile, limit: int = MAX_CUTS) -> Cuts:
     nodes = _condensed(groups, sources)
     masks = _ideals(nodes, limit)
     complete = masks is not None
+    together = [_mask(group) for group in shared_layers(graph)]
     if masks is None:
         orders = [list(range(len(nodes))), _small_order(profile, nodes)]
         chains = [_prefixes(nodes, order) for order in orders]
         joined = _ideals(_condensed(_series(nodes), sources), limit - 2 * len(nodes))
         masks = chains[0] + chains[1] + (joined or [])
         if len(set(masks)) > limit:
-            measured = [_measured(profile, chain, blank, False) for chain in chains]
-            return min(measured, key=lambda cuts: float(cuts.sent_bytes.sum()))
-    return _measured(profile, masks, blank, complete)
+            kept = [_keeping(chain, together) for chain in chains]
+            measured = [_measured(profile, chain, blank, False) for chain in kept]
+            return max(measured, key=lambda cuts: (len(cuts), -float(cuts.sent_bytes.sum())))
+    return _measured(profile, _keeping(masks, together), blank, complete)
+
+
+def shared_layers(graph: LayerGraph) -> list[list[int]]:
+    """Return groups of layers that read one and the same parameter, directly or by a tie of names."""
+    name_of = {name: group[0] for group in graph.ties for name in group}
+    found: dict[str, list[int]] = {}
+    for i, layer in enumerate(graph.layers):
+        for name in dict.fromkeys(name_of.get(name, name) for name in layer.parameters):
+            found.setdefault(name, []).append(i)
+    return [group for group in found.values() if len(group) > 1]
+
+
+def _keeping(masks: Iterable[int], together: Sequence[int]) -> list[int]:
+    """Return the cuts that part no group of layers."""
+    return [mask for mask in masks if all(mask & group in (0, group) for group in together)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import numpy as np
 from pdmpi import __version__
 from pdmpi.errors import InputError
 from pdmpi.plan.cluster import Cluster
-from pdmpi.plan.cuts import Cuts, cuts_of
+from pdmpi.plan.cuts import Cuts, cuts_of, shared_layers
 from pdmpi.plan.folded import folded_plan, is_folded
 from pdmpi.plan.plan import Plan, ScheduleChoice, StagePlan
 from pdmpi.plan.predict import Estimate, estimate, place
@@ -125,8 +125,8 @@ def _checked(profile: Profile, cluster: Cluster, choice: ScheduleChoice, shape: 
         )
     if len(shape) > cuts.most_stages:
         problems.append(
-            f"shape {wanted} has {len(shape)} stages, the model can be cut into {cuts.most_stages} at most; "
-            "use fewer stages"
+            f"shape {wanted} has {len(shape)} stages, the model can be cut into {cuts.most_stages} at most"
+            f"{_shared(profile)}; use fewer stages"
         )
     if terms.single_stage and len(shape) > 1:
         problems.append(f"shape {wanted}: schedule {choice.name!r} takes one stage")
@@ -138,6 +138,15 @@ def _checked(profile: Profile, cluster: Cluster, choice: ScheduleChoice, shape: 
         )
     InputError.collect(problems)
     return cuts
+
+
+def _shared(profile: Profile) -> str:
+    """Return which layers share a parameter and so stay in one stage, as a part of a sentence."""
+    names = [layer.name for layer in profile.graph.layers]
+    groups = shared_layers(profile.graph)
+    if not groups:
+        return ""
+    return f" since layers {' and '.join(repr(names[i]) for i in groups[0])} share a parameter"
 
 
 def _problem(cuts: Cuts, cluster: Cluster, choice: ScheduleChoice, shape: Sequence[int]) -> Problem:

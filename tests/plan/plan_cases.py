@@ -56,9 +56,7 @@ def residual_net(blocks: int = 4) -> Profile:
         norm = add(f"block{b}.norm{b}", "BatchNorm2d", (conv,), 2e-4, 128)
         last = add(f"add_{b}", "add", (norm, last) if b else (norm,), 1e-5, 0)
     last = add("head", "Linear", (last, "mask"), 5e-4, 4_000_000)
-    graph = LayerGraph(
-        tuple(layers), (Ref(last), Ref("block0.conv")), ties=(("head.weight", "block0.conv.weight"),)
-    )
+    graph = LayerGraph(tuple(layers), (Ref(last), Ref("block0.conv")), ties=(("head.weight", "head.scale"),))
     return Profile(
         graph=graph,
         costs=tuple(costs),
