@@ -7,9 +7,8 @@ from pathlib import Path
 import click
 
 from pdmpi.checkpoint.safetensors import export
-from pdmpi.checkpoint.store import Checkpoint, latest, open_checkpoint
+from pdmpi.cli.checkpoint_tables import find_checkpoint
 from pdmpi.cli.output import emit, human_bytes, json_option
-from pdmpi.errors import InputError
 from pdmpi.plan.hdf5 import check_overwrite
 
 __all__ = ["command"]
@@ -37,7 +36,7 @@ def command(checkpoint: Path, output: Path, force: bool, as_json: bool) -> None:
       pdmpi train configs/digits.toml --plan plan.h5 --init model.safetensors
     """
     check_overwrite(output, force)
-    found = _find(checkpoint)
+    found = find_checkpoint(checkpoint)
     tensors = export(found, output)
     data = {
         "checkpoint": found.directory,
@@ -49,12 +48,3 @@ def command(checkpoint: Path, output: Path, force: bool, as_json: bool) -> None:
     size = human_bytes(output.stat().st_size)
     text = f"{output}: {tensors} tensors, {size}, of minibatch {found.manifest.minibatch}"
     emit(data, text, as_json)
-
-
-def _find(path: Path) -> Checkpoint:
-    if not (path / "checkpoints").is_dir():
-        return open_checkpoint(path)
-    found = latest(path, notice=lambda line: click.echo(f"pdmpi: {line}", err=True))
-    if found is None:
-        raise InputError(f"run directory {path} holds no good checkpoint; train first")
-    return found

@@ -1,4 +1,4 @@
-"""``pdmpi show``: what a profile or plan holds."""
+"""``pdmpi show``: what a profile, plan or checkpoint holds."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from pdmpi.cli.checkpoint_tables import checkpoint_data, checkpoint_tables, find_checkpoint
 from pdmpi.cli.output import emit, json_option
 from pdmpi.cli.tables import plan_data, plan_tables, profile_data, profile_tables
 from pdmpi.errors import InputError
@@ -24,17 +25,27 @@ __all__ = ["command"]
 @click.option("--force", is_flag=True, help="Overwrite the pictures.")
 @json_option
 def command(file: Path, plot: Path | None, graph: Path | None, force: bool, as_json: bool) -> None:
-    """Say what a profile or plan holds.
+    """Say what a profile, plan or checkpoint holds.
+
+    FILE is a profile or a plan, or the directory of a checkpoint or of a run (whose newest good
+    checkpoint is shown).
 
     \b
     Examples:
       pdmpi show profile.h5 --graph graph.svg
       pdmpi show plan.h5 --plot plan.png
       pdmpi show plan.h5 --json
+      pdmpi show runs/digits
     """
     for picture in (plot, graph):
         if picture is not None:
             check_overwrite(picture, force)
+    if file.is_dir():
+        if plot is not None or graph is not None:
+            raise InputError(f"{file} is no plan; drawings are of plans and profiles")
+        checkpoint = find_checkpoint(file)
+        emit(checkpoint_data(checkpoint), checkpoint_tables(checkpoint), as_json)
+        return
     name = sealed_format(file)
     if name == PROFILE_FORMAT.name:
         if plot is not None:
