@@ -173,12 +173,13 @@ class CudaTransport(MpiTransport):
                 communicator.destroy()
 
     def _open_nccl(self, ranks: tuple[int, ...]) -> Any:
-        unique = nccl.get_unique_id() if self.rank == ranks[0] else ()
-        shared = self.broadcast(np.array(unique, np.int16).tobytes(), root=ranks[0])
+        unique: Any = nccl.get_unique_id()  # bytes since CuPy 14, a tuple of integers before
+        packed = unique if isinstance(unique, bytes) else np.array(unique, np.int16).tobytes()
+        shared = self.broadcast(packed, root=ranks[0])
         if self.rank not in ranks:
             return None
-        identity = tuple(np.frombuffer(shared, np.int16).tolist())
-        return nccl.NcclCommunicator(len(ranks), identity, ranks.index(self.rank))
+        same = shared if isinstance(unique, bytes) else tuple(np.frombuffer(shared, np.int16).tolist())
+        return nccl.NcclCommunicator(len(ranks), same, ranks.index(self.rank))
 
     def _check_device_sum(self, ranks: tuple[int, ...], dtype: str) -> None:
         """Sum known values on the device."""
