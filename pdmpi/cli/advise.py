@@ -9,8 +9,12 @@ import click
 from pdmpi.cli.output import emit, json_option, table
 from pdmpi.cli.tables import shape_of
 from pdmpi.plan.advise import advise
+from pdmpi.plan.alternatives import data_parallel_plan
 from pdmpi.plan.cluster_file import load_cluster
+from pdmpi.plan.partition import partition
+from pdmpi.plan.plan import ScheduleChoice
 from pdmpi.plan.store import load_profile
+from pdmpi.simulate.settle import settled
 
 __all__ = ["command"]
 
@@ -29,7 +33,9 @@ def command(profile: Path, cluster: Path, microbatches: int, as_json: bool) -> N
       pdmpi advise profile.h5 --cluster configs/clusters/a-4x4.toml
       pdmpi advise profile.h5 --cluster configs/clusters/h100-1x8.toml --microbatches 32
     """
-    found = advise(load_profile(profile), load_cluster(cluster), microbatches)
+    model, where = load_profile(profile), load_cluster(cluster)
+    plan = settled(partition(model, where, ScheduleChoice(recompute="auto")))
+    found = advise(model, where, microbatches, plan, settled(data_parallel_plan(model, where)))
     data = {
         "pipeline": found.pipeline,
         "verdict": found.verdict,

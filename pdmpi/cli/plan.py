@@ -1,4 +1,8 @@
-"""``pdmpi plan``: cut a profiled model into stages and replicas for a cluster."""
+"""``pdmpi plan``: cut a profiled model into stages and replicas for a cluster.
+
+The planner's closed form finds the partitions; the simulator chooses among the best and
+the depth, and what it says is what the plan predicts.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +14,17 @@ import click
 from rich.console import RenderableType
 
 from pdmpi.cli.output import emit, json_option, table
-from pdmpi.cli.tables import considered_table, explanation_lines, plan_data, plan_tables, ranking_table
+from pdmpi.cli.tables import (
+    advice_lines,
+    comparison_table,
+    explanation_lines,
+    plan_data,
+    plan_tables,
+    ranking_table,
+)  # fmt: skip
 from pdmpi.errors import InputError
-from pdmpi.plan.advise import advise
-from pdmpi.plan.alternatives import Considered, best_schedule, with_alternatives
+from pdmpi.plan.advise import Advice, advise
+from pdmpi.plan.alternatives import candidates, data_parallel_plan, with_alternatives
 from pdmpi.plan.cluster import Cluster
 from pdmpi.plan.cluster_file import load_cluster
 from pdmpi.plan.explain import Explanation, explain
@@ -24,10 +35,14 @@ from pdmpi.plan.profile import Profile
 from pdmpi.plan.published import COST_MODELS, published_plan
 from pdmpi.plan.store import load_profile, save_plan
 from pdmpi.plan.terms import SCHEDULES
+from pdmpi.simulate.compare import Comparison, compare
+from pdmpi.simulate.settle import best_settled, over_memory, settled
 
 __all__ = ["command"]
 
 _RECOMPUTE = ("auto", "never", "except-last", "always")
+_MANY_DEVICES = 16
+_MOST_COMPARED = 4
 
 
 @dataclass(frozen=True)
@@ -36,7 +51,8 @@ class _Answer:
 
     plan: Plan
     ranking: Sequence[Plan] = ()
-    considered: Sequence[Considered] = ()
+    comparison: Comparison | None = None
+    advice: Advice | None = None
     explanation: Explanation | None = None
 
 
@@ -74,8 +90,8 @@ def _extra(text: str) -> int | None:
               help="Microbatches of a minibatch, for schedules that flush or accumulate.")  # fmt: skip
 @click.option("--recompute", type=click.Choice(_RECOMPUTE), default="auto", show_default=True,
               help="Which stages recompute activations; auto: those that do not fit otherwise.")  # fmt: skip
-@click.option("--extra-in-flight", default="0", show_default=True,
-              help="More minibatches in flight, or auto: as many as hide the transfers and fit.")  # fmt: skip
+@click.option("--extra-in-flight", default="auto", show_default=True,
+              help="More minibatches in flight; auto: as few as suffice, and fit.")  # fmt: skip
 @click.option("--shape", help="Fix the replicas of every stage, e.g. 2-1-1.")
 @click.option("--top", type=click.IntRange(1), default=1, show_default=True,
               help="Rank the best plans of this many numbers of stages.")  # fmt: skip
@@ -90,7 +106,8 @@ def command(
 ) -> None:  # fmt: skip
     """Cut a profiled model into stages and replicas for a cluster.
 
-    Needs no torch and no MPI.  With several clusters the plans are compared and the fastest is written.
+    Needs no torch and no MPI.  The prediction is the simulator's: pdmpi simulate says the same.
+    With several clusters the plans are compared and the fastest is written.
 
     \b
     Examples:
@@ -114,9 +131,12 @@ def command(
     )
     answers = []
     for path in clusters:
-        answer = _planned(model, load_cluster(path), choice, cost_model, replicas, top, extra is None)
-        plan = with_alternatives(answer.plan)
-        answers.append(_Answer(plan, answer.ranking, answer.considered, explain(plan) if explained else None))
+        answer = _planned(model, load_cluster(path), choice, cost_model, replicas, top, extra)
+        plan = with_alternatives(answer.plan, settled)
+        parallel = settled(data_parallel_plan(model, plan.cluster))
+        advice = advise(model, plan.cluster, plan.schedule.microbatches, plan, parallel)
+        explanation = explain(plan) if explained else None
+        answers.append(_Answer(plan, answer.ranking, answer.comparison, advice, explanation))
     best = max(answers, key=lambda answer: answer.plan.prediction.samples_per_s)
     if output is not None:
         save_plan(best.plan, output, force)
@@ -125,17 +145,32 @@ def command(
 
 def _planned(
     profile: Profile, cluster: Cluster, choice: ScheduleChoice, cost_model: str, shape: tuple[int, ...],
-    top: int, extra_auto: bool,
+    top: int, extra: int | None,
 ) -> _Answer:  # fmt: skip
     if cost_model != "pdmpi":
-        return _Answer(published_plan(profile, cluster, cost_model))
+        return _Answer(settled(published_plan(profile, cluster, cost_model), extra))
     if choice.name == "auto":
-        plan, considered = best_schedule(profile, cluster, choice)
-        return _Answer(plan, considered=considered)
+        return _compared(profile, cluster, choice, extra)
     if top > 1:
-        ranking = top_plans(profile, cluster, choice, top)
+        ranking = best_settled(top_plans(profile, cluster, choice, top), extra)
         return _Answer(ranking[0], ranking=ranking)
-    return _Answer(partition(profile, cluster, choice, shape=shape, extra_in_flight_auto=extra_auto))
+    if shape or cluster.num_devices > _MANY_DEVICES:
+        return _Answer(settled(partition(profile, cluster, choice, shape=shape), extra))
+    return _Answer(best_settled(top_plans(profile, cluster, choice, _MOST_COMPARED), extra)[0])
+
+
+def _compared(profile: Profile, cluster: Cluster, choice: ScheduleChoice, extra: int | None) -> _Answer:
+    """Return the plan of the schedule that the simulator finds best, and how they compare."""
+    plans: dict[str, Plan | str] = {}
+    for one in candidates(profile, cluster, choice):
+        try:
+            plans[one.name] = settled(one.plan, extra) if one.plan else one.reason
+        except InputError as error:
+            plans[one.name] = str(error)
+    comparison = compare(plans)
+    chosen = plans[comparison.chosen]
+    assert isinstance(chosen, Plan)
+    return _Answer(chosen, comparison=comparison)
 
 
 def _data(answers: Sequence[_Answer]) -> object:
@@ -144,15 +179,11 @@ def _data(answers: Sequence[_Answer]) -> object:
         entry = plan_data(answer.plan)
         if answer.ranking:
             entry["ranking"] = [plan_data(plan) for plan in answer.ranking]
-        if answer.considered:
-            entry["considered"] = [
-                {
-                    "schedule": one.name,
-                    "samples_per_s": one.plan.prediction.samples_per_s if one.plan else None,
-                    "reason": one.reason,
-                }
-                for one in answer.considered
-            ]
+        if answer.comparison:
+            entry["considered"] = answer.comparison.candidates
+            entry["why"] = answer.comparison.why
+        if answer.advice:
+            entry["advice"] = answer.advice.answers
         if answer.explanation:
             entry["explanation"] = answer.explanation
         found.append(entry)
@@ -165,12 +196,14 @@ def _tables(answers: Sequence[_Answer]) -> list[RenderableType]:
         shown += plan_tables(answer.plan)
         if answer.ranking:
             shown.append(ranking_table(answer.ranking))
-        if answer.considered:
-            shown.append(considered_table(answer.considered, answer.plan))
+        if answer.comparison:
+            shown += [comparison_table(answer.comparison), f"Chosen: {answer.comparison.why}."]
+        if answer.advice:
+            shown.append(advice_lines(answer.advice))
         if answer.explanation:
             shown.append(explanation_lines(answer.explanation))
-    plan = answers[0].plan
-    shown += [f"Warning: {text}" for text in _warnings(plan)]
+        if reason := over_memory(answer.plan):
+            shown.append(f"Warning: {reason}, by simulation; give --recompute always or --extra-in-flight 0.")
     if len(answers) > 1:
         rows = [
             (a.plan.cluster.name, a.plan.cluster.num_devices, f"{a.plan.prediction.samples_per_s:.4g}")
@@ -178,11 +211,3 @@ def _tables(answers: Sequence[_Answer]) -> list[RenderableType]:
         ]
         shown.append(table("Clusters", ("cluster", "devices", "samples/s"), rows))
     return shown
-
-
-def _warnings(plan: Plan) -> list[str]:
-    """Return the warnings of the decision table that concern a plan."""
-    answers = advise(plan.profile, plan.cluster, plan.schedule.microbatches, plan).answers
-    return [
-        answer.advice.removeprefix("warning: ") for answer in answers if answer.advice.startswith("warning")
-    ]

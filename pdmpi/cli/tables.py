@@ -8,15 +8,16 @@ from typing import Any
 from rich.table import Table
 
 from pdmpi.cli.output import human_bytes, human_seconds, table
-from pdmpi.plan.alternatives import Considered
+from pdmpi.plan.advise import Advice
 from pdmpi.plan.explain import Explanation
 from pdmpi.plan.partition import estimate_of
 from pdmpi.plan.plan import Plan
 from pdmpi.plan.profile import Profile
+from pdmpi.simulate.compare import Comparison
 
 __all__ = [
-    "considered_table", "explanation_lines", "plan_data", "plan_tables", "profile_data", "profile_tables",
-    "ranking_table", "shape_of",
+    "advice_lines", "comparison_table", "explanation_lines", "plan_data", "plan_tables", "profile_data",
+    "profile_tables", "ranking_table", "shape_of",
 ]  # fmt: skip
 
 
@@ -82,8 +83,10 @@ def plan_tables(plan: Plan) -> list[Table]:
                 human_bytes(cost.parameter_bytes), human_bytes(cost.sent_bytes),
             )
         )  # fmt: skip
+    extra = plan.schedule.extra_in_flight
     title = (
-        f"{shape_of(plan)} on {plan.cluster.name}, {plan.schedule.name}: "
+        f"{shape_of(plan)} on {plan.cluster.name}, {plan.schedule.name}"
+        f"{f' with {extra} more in flight' if extra else ''}: "
         f"{human_seconds(prediction.period_s)} a microbatch of {plan.profile.microbatch_size}, "
         f"{prediction.samples_per_s:.4g} samples/s"
     )
@@ -123,22 +126,25 @@ def ranking_table(plans: Sequence[Plan]) -> Table:
     return table("Best plan of each number of stages", columns, rows)
 
 
-def considered_table(considered: Sequence[Considered], chosen: Plan) -> Table:
-    """Return the schedules that were compared, and why one was chosen."""
-    rows = []
-    for one in considered:
-        if one.plan is None:
-            rows.append((one.name, "", "", "", one.reason))
-            continue
-        prediction = one.plan.prediction
-        mark = "chosen: the most samples a second that fit" if one.name == chosen.schedule.name else ""
-        rows.append(
-            (
-                one.name, shape_of(one.plan), f"{prediction.samples_per_s:.4g}",
-                human_bytes(max(prediction.memory_bytes)), mark,
-            )
-        )  # fmt: skip
-    return table("Schedules", ("schedule", "replicas", "samples/s", "most memory", ""), rows)
+def comparison_table(found: Comparison) -> Table:
+    """Return the schedules that were compared, the best first."""
+    rows = [
+        (one.schedule, f"{one.samples_per_s:.4g}", f"{one.utilisation:.0%}", human_bytes(one.memory_bytes),
+         one.in_flight, "yes" if one.stale else "no", "chosen" if one.schedule == found.chosen else one.note)
+        if one.samples_per_s
+        else (one.schedule, "", "", "", "", "", one.note)
+        for one in found.candidates
+    ]  # fmt: skip
+    columns = ("schedule", "samples/s", "busy", "most memory", "in flight", "stale", "")
+    return table("Schedules, simulated", columns, rows)
+
+
+def advice_lines(found: Advice) -> str:
+    """Return the decision table's answers as text, its warnings first."""
+    lines = [f"Advice: {found.verdict}."]
+    for answer in sorted(found.answers, key=lambda one: not one.advice.startswith("warning")):
+        lines.append(f"  {answer.question} {answer.found}: {answer.advice}")
+    return "\n".join(lines)
 
 
 def explanation_lines(found: Explanation) -> str:

@@ -43,7 +43,13 @@ class Advice:
     data_parallel: Plan
 
 
-def advise(profile: Profile, cluster: Cluster, microbatches: int = 1, plan: Plan | None = None) -> Advice:
+def advise(
+    profile: Profile,
+    cluster: Cluster,
+    microbatches: int = 1,
+    plan: Plan | None = None,
+    data_parallel: Plan | None = None,
+) -> Advice:
     """Return advice for a profile on a cluster.
 
     Parameters
@@ -52,9 +58,11 @@ def advise(profile: Profile, cluster: Cluster, microbatches: int = 1, plan: Plan
         Microbatches that a minibatch can be split into, for schedules that flush.
     plan
         The plan to advise on; the best one when it is not given.
+    data_parallel
+        The plan of `data_parallel_plan`, with a better prediction than the closed form.
     """
     plan = plan or partition(profile, cluster, ScheduleChoice(recompute="auto"))
-    parallel = data_parallel_plan(profile, cluster)
+    parallel = data_parallel or data_parallel_plan(profile, cluster)
     gain = plan.prediction.samples_per_s / parallel.prediction.samples_per_s
     parallel_fits = fits(parallel)
     answers = [_memory(parallel, parallel_fits), _network(plan, parallel, gain)]

@@ -1,8 +1,9 @@
-"""Other ways to use the same cluster, and which schedule is fastest on it."""
+"""Other ways to use the same cluster: a plan for each schedule, and what is left without a pipeline."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from pdmpi.errors import InputError
@@ -12,7 +13,7 @@ from pdmpi.plan.plan import Plan, ScheduleChoice
 from pdmpi.plan.profile import Profile
 from pdmpi.plan.terms import SCHEDULES, terms_of
 
-__all__ = ["Considered", "best_schedule", "data_parallel_plan", "with_alternatives"]
+__all__ = ["Considered", "candidates", "data_parallel_plan", "with_alternatives"]
 
 _MICROBATCHES_A_STAGE = 4
 """GPipe's bubble is small from four microbatches a stage on (Huang et al. 2019, section 3.3)."""
@@ -35,15 +36,22 @@ def data_parallel_plan(profile: Profile, cluster: Cluster) -> Plan:
     return replace(plan, cluster=cluster)
 
 
-def with_alternatives(plan: Plan) -> Plan:
+def with_alternatives(plan: Plan, predict: Callable[[Plan], Plan] = lambda plan: plan) -> Plan:
     """Return the plan with what data parallelism, model parallelism and GPipe would give.
 
     GPipe runs straight on all devices with four microbatches a stage, data parallelism with
     a replica on every device, model parallelism with one microbatch in flight; 0 stands for
     what does not fit.
+
+    Parameters
+    ----------
+    plan
+        The plan to compare with.
+    predict
+        Returns a plan with a better prediction than the closed form, such as the simulator's.
     """
     profile, cluster = plan.profile, plan.cluster
-    parallel = data_parallel_plan(profile, cluster)
+    parallel = predict(data_parallel_plan(profile, cluster))
     rates = {"data-parallel": parallel.prediction.samples_per_s if fits(parallel) else 0.0}
     shape = (1,) * min(cluster.num_devices, len(profile.graph) - 1)
     for name in ("model-parallel", "gpipe"):
@@ -52,7 +60,8 @@ def with_alternatives(plan: Plan) -> Plan:
             many = _MICROBATCHES_A_STAGE * len(shape)
             choice = replace(choice, microbatches=many, recompute="auto")
         try:
-            rates[name] = _straight(profile, cluster, choice, len(shape)).prediction.samples_per_s
+            straight = predict(_straight(profile, cluster, choice, len(shape)))
+            rates[name] = straight.prediction.samples_per_s
         except InputError:
             rates[name] = 0.0
     return replace(plan, alternatives=rates)
@@ -69,18 +78,11 @@ def _straight(profile: Profile, cluster: Cluster, choice: ScheduleChoice, stages
             stages //= 2
 
 
-def best_schedule(
-    profile: Profile, cluster: Cluster, choice: ScheduleChoice
-) -> tuple[Plan, list[Considered]]:
-    """Return the fastest plan over all schedules that fit the memory, and all that were considered.
+def candidates(profile: Profile, cluster: Cluster, choice: ScheduleChoice) -> list[Considered]:
+    """Return the best plan of every schedule, or why it has none.
 
     Schedules that accumulate or flush use ``choice.microbatches``, or, when that is 1, four for
     each device.
-
-    Raises
-    ------
-    InputError
-        No schedule fits.
     """
     found = []
     for name, terms in SCHEDULES.items():
@@ -95,10 +97,7 @@ def best_schedule(
             continue
         problem = _unsuitable(plan)
         found.append(Considered(name, None if problem else plan, problem))
-    plans = [entry.plan for entry in found if entry.plan is not None]
-    if not plans:
-        raise InputError(f"no schedule fits cluster {cluster.name!r}: {found[0].reason}")
-    return max(plans, key=lambda plan: plan.prediction.samples_per_s), found
+    return found
 
 
 def _unsuitable(plan: Plan) -> str:

@@ -15,6 +15,7 @@ from pdmpi.plan.profile import Profile
 __all__ = ["Explanation", "Remedy", "explain"]
 
 _FASTER = 10.0
+_SLOWER = 1.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ def explain(plan: Plan) -> Explanation:
     found = estimate_of(plan)
     slowest = max(range(len(found.stages)), key=lambda s: found.stages[s].period_s)
     stage = found.stages[slowest]
-    period = plan.prediction.period_s
+    planned, period = found.prediction, plan.prediction.period_s
     bound = stage.bound
     words = {
         "compute": f"computes {stage.forward_s + stage.backward_s:.4g} s a microbatch on "
@@ -72,10 +73,14 @@ def explain(plan: Plan) -> Explanation:
             f"a round trip takes {found.round_trip_s / found.steady_s:.2f} times what the microbatches in "
             "flight cover; extra_in_flight = auto hides it where memory allows"
         )
-    elif period > found.steady_s * (1 + 1e-9):
+    elif planned.period_s > found.steady_s * (1 + 1e-9):
         bound = "filling"
-        sentence = (
-            f"filling and draining take {1 - found.steady_s / period:.0%} of the time; more microbatches help"
+        share = 1 - found.steady_s / planned.period_s
+        sentence = f"filling and draining take {share:.0%} of the time; more microbatches help"
+    if period > planned.period_s * _SLOWER:
+        sentence += (
+            f"; simulated, stages wait for gradients of replicas or for links another "
+            f"{1 - planned.period_s / period:.0%} of the time"
         )
     seconds = sum(cost.forward_s + cost.backward_s for cost in plan.profile.costs)
     speed = sum(plan.cluster.device(d).relative_speed for d in range(plan.cluster.num_devices))
@@ -85,7 +90,7 @@ def explain(plan: Plan) -> Explanation:
             other = partition(profile, cluster, plan.schedule).prediction.samples_per_s
         except InputError:
             continue
-        gain = other / plan.prediction.samples_per_s
+        gain = other / planned.samples_per_s
         if gain > 1.001:
             remedies.append(Remedy(change, other, gain))
     remedies.sort(key=lambda remedy: -remedy.speed_up)

@@ -24,7 +24,6 @@ from pdmpi.plan.terms import terms_of
 
 __all__ = ["copies_of", "estimate_of", "fits", "partition", "top_plans"]
 
-_MOST_EXTRA = 64
 _MOST_COMPARED = 4
 
 
@@ -34,7 +33,6 @@ def partition(
     schedule: ScheduleChoice | None = None,
     *,
     shape: Sequence[int] = (),
-    extra_in_flight_auto: bool = False,
 ) -> Plan:
     """Return the plan with the smallest period that fits the devices' memory.
 
@@ -54,8 +52,6 @@ def partition(
         stages that do not fit otherwise recompute their activations.
     shape
         Replicas of every stage, to fix them: ``(2, 1, 1)``.
-    extra_in_flight_auto
-        Whether to put as many more microbatches in flight as hide the transfers and fit.
 
     Raises
     ------
@@ -71,8 +67,6 @@ def partition(
     if best is None:
         raise _does_not_fit(problems[0])
     plan = plan_of(*best)
-    if extra_in_flight_auto:
-        return _finished(_with_extra(plan))
     found = estimate_of(plan)
     if plan.prediction.period_s > found.steady_s * 1.001 and not shape and best[0].positions <= MANY:
         others = [
@@ -224,21 +218,6 @@ def fits(plan: Plan) -> bool:
         for p in plan.placement
     }
     return all(not limit or needs[rank] <= limit for rank, limit in limits.items())
-
-
-def _with_extra(plan: Plan) -> Plan:
-    """Return the plan with as few more microbatches in flight as give the best period that fits."""
-    best = plan
-    for extra in range(plan.schedule.extra_in_flight + 1, _MOST_EXTRA + 1):
-        found = estimate_of(best)
-        if found.round_trip_s <= found.steady_s * (1 + 1e-9):
-            break
-        more = replace(plan, schedule=replace(plan.schedule, extra_in_flight=extra))
-        more = replace(more, prediction=estimate_of(more).prediction)
-        if not fits(more):
-            break
-        best = more
-    return best
 
 
 def _finished(plan: Plan) -> Plan:

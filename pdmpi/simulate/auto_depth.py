@@ -41,8 +41,9 @@ class DepthChoice:
 def auto_depth(plan: Plan, limit: int | None = None) -> DepthChoice:
     """Choose the extra minibatches in flight of a plan by simulation, transfers counted.
 
-    More are tried until the busiest rank has no idle time left; where it keeps some (links or
-    reductions are the bottleneck), the fewest within 1 % of the best are taken.
+    More are tried until the busiest rank has no idle time left, or as many in a row as the
+    pipeline has stages (one for each boundary, and one) have not helped; then the fewest
+    within 1 % of the best are taken.
 
     Parameters
     ----------
@@ -57,11 +58,14 @@ def auto_depth(plan: Plan, limit: int | None = None) -> DepthChoice:
         When the schedule does not take the plan's shape.
     """
     most = max(4, topology_of(plan).num_ranks) if limit is None else limit
+    patience = len(plan.stages)
     found = forecast(_with(plan, 0))
     busy = _busy_s(found)
     tried = [found.report.period_s]
-    if not terms_of(plan.schedule).flushes:
+    if not terms_of(plan.schedule).flushes and len(plan.stages) > 1:
         while len(tried) <= most and tried[-1] > busy * (1 + _TOLERANCE):
+            if len(tried) > patience and min(tried[-patience:]) >= min(tried[:-patience]) * (1 - _TOLERANCE):
+                break
             try:
                 found = forecast(_with(plan, len(tried)))
             except InputError:  # 2BW accumulates at least as many microbatches as are in flight

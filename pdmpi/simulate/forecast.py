@@ -20,6 +20,7 @@ __all__ = ["Forecast", "adapted", "forecast", "memory_limits", "steady_minibatch
 _FLUSHED_MINIBATCHES = 6
 _STEADY_DEPTHS = 8
 _STEADY_ROUNDS = 12
+_STEADY_LONG_ROUNDS = 6
 _MICROBATCHES_A_RANK = 4
 """From here on a flush costs little (Huang et al., GPipe, NeurIPS 2019, section 2.3)."""
 
@@ -75,7 +76,8 @@ def steady_minibatches(choice: ScheduleChoice, topology: Topology) -> int:
     if terms.flushes and terms.accumulates:
         return _FLUSHED_MINIBATCHES
     deepest = in_flight_depth(topology.replicas, choice.extra_in_flight)[0] * topology.replicas[0]
-    rounds = max(_STEADY_DEPTHS * -(-deepest // topology.round), _STEADY_ROUNDS)
+    least = _STEADY_ROUNDS if topology.round <= deepest else _STEADY_LONG_ROUNDS
+    rounds = max(-(-_STEADY_DEPTHS * deepest // topology.round), least)
     return rounds if terms.accumulates else rounds * topology.round
 
 

@@ -40,10 +40,12 @@ def refused(*arguments: object, match: str) -> None:
 
 def test_plan_and_show(profile, tmp_path):
     out = tmp_path / "plan.h5"
-    text = run("plan", profile, "--cluster", LAPTOP, "--shape", "2-1-1", "-o", out, "--explain")
+    given = ("--shape", "2-1-1", "--extra-in-flight", 0)
+    text = run("plan", profile, "--cluster", LAPTOP, *given, "-o", out, "--explain")
     assert "2-1-1 on laptop, pipedream" in text
     assert "data-parallel" in text
     assert "Bound by" in text
+    assert "Are there four microbatches a stage?" in text
     plan = load_plan(out)
     assert [stage.replicas for stage in plan.stages] == [2, 1, 1]
     assert set(plan.alternatives) == {"data-parallel", "model-parallel", "gpipe"}
@@ -71,8 +73,9 @@ def test_schedule_auto_says_why(profile):
     )
     rates = {one["schedule"]: one["samples_per_s"] for one in found["considered"]}
     assert len(rates) == 10
-    assert found["prediction"]["samples_per_s"] == max(rate for rate in rates.values() if rate)
-    assert all(one["samples_per_s"] or one["reason"] for one in found["considered"])
+    assert found["prediction"]["samples_per_s"] >= 0.98 * max(rates.values())
+    assert all(one["usable"] or one["note"] for one in found["considered"])
+    assert found["why"].startswith(f"{found['schedule']['name']}: ")
 
 
 def test_several_clusters(profile, tmp_path):
@@ -82,12 +85,22 @@ def test_several_clusters(profile, tmp_path):
     assert load_plan(out).cluster.name == "a-4x4"
 
 
-def test_extra_in_flight_auto_hides_transfers(profile):
-    plain = json.loads(run("plan", profile, "--cluster", SLOW, "--shape", "1-1-1-1", "--json"))
-    more = json.loads(
-        run("plan", profile, "--cluster", SLOW, "--shape", "1-1-1-1", "--extra-in-flight", "auto", "--json")
-    )
-    assert more["prediction"]["samples_per_s"] >= plain["prediction"]["samples_per_s"]
+@pytest.mark.parametrize("extra", ["0", "auto"])
+@pytest.mark.parametrize(
+    "given", [("--shape", "2-1-1"), ("--shape", "3-1"), ("--schedule", "1f1b", "--microbatches", "8")]
+)
+def test_what_a_plan_predicts_is_what_it_simulates(profile, tmp_path, given, extra):
+    out = tmp_path / "plan.h5"
+    run("plan", profile, "--cluster", LAPTOP, *given, "--extra-in-flight", extra, "-o", out)
+    found = json.loads(run("simulate", out, "--json"))
+    assert found["report"]["samples_per_s"] == found["planned_samples_per_s"]
+
+
+def test_replicas_that_wait_for_each_other_get_more_in_flight(profile):
+    given = ("plan", profile, "--cluster", LAPTOP, "--shape", "2-1-1", "--json")
+    plain, more = (json.loads(run(*given, "--extra-in-flight", extra)) for extra in ("0", "auto"))
+    assert more["schedule"]["extra_in_flight"] > 0
+    assert more["prediction"]["samples_per_s"] > 1.1 * plain["prediction"]["samples_per_s"]
 
 
 @pytest.mark.parametrize("model", ["pipedream2019-code", "pipedream2019"])
