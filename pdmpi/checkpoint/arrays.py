@@ -58,6 +58,9 @@ class Array:
 class Snapshot:
     """The state of some layers at one moment when the pipeline is drained.
 
+    Random generators have none: random numbers follow from the seed, the layer's name and the
+    microbatch.
+
     Attributes
     ----------
     parameters
@@ -69,15 +72,12 @@ class Snapshot:
     replica_buffers
         Buffers of the stage's replicas other than the first, where they differ
         (running statistics): replica, then name.
-    random
-        States of random generators, by the name of the generator's owner (``"rank3/torch"``).
     """
 
     parameters: Mapping[str, Array] = field(default_factory=dict)
     optimizer: Mapping[str, Mapping[str, Array]] = field(default_factory=dict)
     buffers: Mapping[str, Array] = field(default_factory=dict)
     replica_buffers: Mapping[int, Mapping[str, Array]] = field(default_factory=dict)
-    random: Mapping[str, Array] = field(default_factory=dict)
 
     def items(self) -> Iterator[tuple[str, Array]]:
         """Yield every array with its path in the file."""
@@ -91,8 +91,6 @@ class Snapshot:
         for replica, buffers in self.replica_buffers.items():
             for name, array in buffers.items():
                 yield path_of("replicas", str(replica), name), array
-        for name, array in self.random.items():
-            yield path_of("random", name), array
 
     @classmethod
     def from_items(cls, items: Iterable[tuple[str, Array]]) -> Snapshot:
@@ -101,7 +99,6 @@ class Snapshot:
         optimizer: dict[str, dict[str, Array]] = {}
         buffers: dict[str, Array] = {}
         replicas: dict[int, dict[str, Array]] = {}
-        random: dict[str, Array] = {}
         for path, array in items:
             match split_path(path):
                 case ("parameters", name):
@@ -112,8 +109,6 @@ class Snapshot:
                     buffers[name] = array
                 case ("replicas", replica, name) if replica.isdecimal():
                     replicas.setdefault(int(replica), {})[name] = array
-                case ("random", name):
-                    random[name] = array
                 case _:
                     raise InputError(f"a checkpoint has no place {path!r}; the file is foreign or damaged")
         return cls(
@@ -121,7 +116,6 @@ class Snapshot:
             optimizer=optimizer,
             buffers=buffers,
             replica_buffers=replicas,
-            random=random,
         )
 
     @property

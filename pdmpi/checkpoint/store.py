@@ -77,7 +77,7 @@ class Checkpoint:
         paths = (split_path(path) for shard in self.manifest.shards for path in shard.arrays)
         return frozenset(parts[1] for parts in paths if parts[0] in ("parameters", "buffers"))
 
-    def read(self, names: Collection[str], *, replica: int = 0, random: Collection[str] = ()) -> Snapshot:
+    def read(self, names: Collection[str], *, replica: int = 0) -> Snapshot:
         """Read the state of some of the model's parameters and buffers, whatever ranks wrote them.
 
         Parameters
@@ -87,15 +87,13 @@ class Checkpoint:
         replica
             Replica of the stage, for buffers in which replicas differ; one that the
             checkpoint does not know gets the first replica's.
-        random
-            Names of random generators; those that the checkpoint does not hold are left out.
 
         Raises
         ------
         InputError
             A name is not in the checkpoint, or its bytes have changed.
         """
-        wanted, generators = frozenset(names), frozenset(random)
+        wanted = frozenset(names)
         missing = sorted(wanted - self.names)
         if missing:
             shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
@@ -106,8 +104,6 @@ class Checkpoint:
 
         def takes(path: str) -> bool:
             match split_path(path):
-                case ("random", name):
-                    return name in generators
                 case ("replicas", index, name):
                     return index == str(replica) and name in wanted
                 case (_, name, *_):
@@ -128,7 +124,6 @@ class Checkpoint:
             parameters=found.parameters,
             optimizer=found.optimizer,
             buffers={**found.buffers, **found.replica_buffers[replica]},
-            random=found.random,
         )
 
     def array(self, path: str) -> Array:

@@ -5,6 +5,7 @@ Both ends walk the same order, which follows from the seed and the epoch alone.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from torch.utils.data.dataloader import default_collate
 from pdmpi.errors import PdmpiError
 from pdmpi.graph import Ref
 from pdmpi.model.example import cast_floating
+from pdmpi.model.keys import seed_of
 
 __all__ = ["Batch", "Feed", "epoch_order", "feed", "padded_order"]
 
@@ -64,6 +66,8 @@ def feed(
     with_target: bool,
     dtype: torch.dtype,
     device: torch.device,
+    seed: int,
+    first: int,
 ) -> Feed:
     """Return a feed over the microbatches that one replica runs.
 
@@ -86,6 +90,10 @@ def feed(
         Floating inputs and targets are converted to it.
     device
         Where they are put.
+    seed, first
+        The run's seed, and its microbatches before this program: Python's, NumPy's and torch's
+        random numbers follow from them before each microbatch is fetched, so that random
+        augmentations are the same at both ends, under any plan, and in a resumed run.
     """
     numbers = list(microbatches)
     indices = [order[k * microbatch_size : (k + 1) * microbatch_size].tolist() for k in numbers]
@@ -101,11 +109,18 @@ def feed(
         expected = next(due)
         if k != expected:
             raise PdmpiError(f"the data feed is at microbatch {expected}, the program at {k}")
+        _seed_everything(seed_of(seed, "data", first + k))
         value, target = next(batches)
         inputs = {} if flatten is None else flatten(cast_floating(value, dtype, device))
         return Batch(inputs, cast_floating(target, dtype, device) if with_target else None)
 
     return take
+
+
+def _seed_everything(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
 
 
 class _Fixed:

@@ -234,7 +234,7 @@ class Trainer:
         for stage, player in self.rank.players.items():
             player.begin(
                 training,
-                self._feed(checked, stage, dataset, order),
+                self._feed(checked, stage, dataset, order, first),
                 criterion if self.rank.computes_loss[stage] else None,
                 first,
             )
@@ -248,7 +248,12 @@ class Trainer:
         return executor
 
     def _feed(
-        self, checked: CheckedProgram, stage: int, dataset: Dataset[Any] | None, order: NDArray[np.int64]
+        self,
+        checked: CheckedProgram,
+        stage: int,
+        dataset: Dataset[Any] | None,
+        order: NDArray[np.int64],
+        first: int,
     ) -> Feed | None:
         reads, targets = self.rank.reads_input[stage], self.rank.computes_loss[stage]
         if not (reads or targets) or dataset is None:
@@ -264,6 +269,8 @@ class Trainer:
             with_target=targets,
             dtype=dtype_of(self.config),
             device=self._device,
+            seed=self.config.train.seed,
+            first=first,
         )
 
     def _report(self, executor: Executor) -> RankReport:

@@ -21,7 +21,6 @@ def snapshot_of(rank: int, step: int, width: int = 64) -> Snapshot:
         parameters={name: weight, f"block{rank}.bias": Array(rng.integers(0, 9999, 7, "uint16"), "bfloat16")},
         optimizer={name: {"momentum_buffer": weight, "step": Array.of(np.array(float(step), "float32"))}},
         buffers={f"block{rank}.bn.num_batches_tracked": Array.of(np.array(step))},
-        random={f"rank{rank}": Array.of(rng.integers(0, 255, 16, "uint8"))},
     )
 
 
@@ -84,10 +83,9 @@ def test_every_name_comes_back_bitwise_for_any_subset(tmp_path):
             parameters={k: v for p in parts for k, v in p.parameters.items()},
             optimizer={k: v for p in parts for k, v in p.optimizer.items()},
             buffers={k: v for p in parts for k, v in p.buffers.items()},
-            random={k: v for p in parts for k, v in p.random.items()},
         )
         names = [*want.parameters, *want.buffers]
-        assert_equal(found.read(names, random=want.random), want)
+        assert_equal(found.read(names), want)
     with pytest.raises(InputError, match="holds no other"):
         found.read(["other.weight"])
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import numpy as np
 import torch
 from launch import PDMPI, start
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 from pdmpi.checkpoint import Checkpoint, latest
 from pdmpi.config.load import load_config
@@ -61,12 +62,27 @@ def net() -> nn.Module:
     )  # fmt: skip
 
 
-def data(split: str) -> TensorDataset:
+class Augmented(Dataset):
+    """Shifts and noise from all three generators that people use."""
+
+    def __init__(self, samples: TensorDataset) -> None:
+        self._samples = samples
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        image, target = self._samples[index]
+        noisy = image + 0.1 * torch.randn(image.shape) + 0.1 * np.random.rand()
+        return noisy.roll(random.randint(0, 1), -1), target
+
+
+def data(split: str) -> Augmented:
     """Noise on one of four patterns."""
     rng = np.random.default_rng(split == "train")
     patterns, targets = rng.standard_normal((4, 1, 8, 8)), rng.integers(0, 4, 200)
     inputs = 2 * patterns[targets] + rng.standard_normal((200, 1, 8, 8))
-    return TensorDataset(torch.from_numpy(inputs.astype(np.float32)), torch.from_numpy(targets))
+    return Augmented(TensorDataset(torch.from_numpy(inputs.astype(np.float32)), torch.from_numpy(targets)))
 
 
 def make_run(directory: Path, steps: int, *shapes: tuple[int, ...]) -> None:
