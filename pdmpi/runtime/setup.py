@@ -105,6 +105,13 @@ def check_fit(config: RunConfig, plan: Plan, traced: TracedModel, num_ranks: int
             f"the plan is for microbatches of {plan.profile.microbatch_size}, [train] minibatch_size / "
             f"[schedule] microbatches is {size}; set them alike or profile again"
         )
+    for knob in ("name", "microbatches"):
+        planned, asked = getattr(plan.schedule, knob), getattr(config.schedule, knob)
+        if planned != asked:
+            problems.append(
+                f"the plan is for schedule {knob} {planned!r}, [schedule] {knob} = {asked!r}; "
+                f"set it to {planned!r} or plan again"
+            )
     InputError.collect(problems)
 
 

@@ -136,6 +136,12 @@ def other_minibatch(chain: Path) -> tuple[Path, Path]:
     return changed(chain, "minibatch_size = 32", "minibatch_size = 24"), chain / "1-1.h5"
 
 
+def other_schedule(chain: Path) -> tuple[Path, Path]:
+    return changed(
+        chain, "[train]", "[schedule]\nname = 'gpipe'\nmicrobatches = 4\n[train]"
+    ), chain / "1-1.h5"
+
+
 def unknown_optimizer(chain: Path) -> tuple[Path, Path]:
     return changed(chain, "[optimizer]", "[optimizer]\nname = 'SDG'"), chain / "1-1.h5"
 
@@ -151,6 +157,7 @@ BAD_INPUTS = {
     flipped_bit: r"flipped\.h5",
     misspelt_key: r"unknown key \[train\] epohcs; did you mean 'epochs'",
     other_minibatch: r"\b24\b.*\b32\b|\b32\b.*\b24\b",
+    other_schedule: "'pipedream'.*'gpipe'.*microbatches = 4",
     unknown_optimizer: "SDG.*did you mean 'SGD'",
     missing_model: "digits_nett",
 }
