@@ -23,8 +23,6 @@ CASES = {
 @pytest.mark.parametrize("num_ranks", CASES)
 def test_equals_the_oracle(mpi: str, num_ranks: int) -> None:
     here = Path(__file__).parent
-    done = mpirun(
-        num_ranks, [here / "mpi_oracle.py", json.dumps(CASES[num_ranks]), "cpu"], mpi,
-        env={"PYTHONPATH": f"{here.parents[1]}:{here}"}, timeout=240,
-    )  # fmt: skip
+    script = [here / "mpi_oracle.py", json.dumps(CASES[num_ranks]), "cpu"]
+    done = mpirun(num_ranks, script, mpi, timeout=240)
     assert done.stdout.count("equal") == len(CASES[num_ranks])
