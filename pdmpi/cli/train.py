@@ -201,11 +201,11 @@ class _Shown:
         self._score = score
         self._metrics.write("evaluation", epoch=epoch, loss=score.loss, accuracy=score.accuracy)
         right = "" if score.accuracy is None else f", accuracy {score.accuracy:.2%}"
-        trained = self._reports[-1]
-        self.notice(
-            f"epoch {epoch + 1}: loss {trained.loss:.4f}, test loss {score.loss:.4f}{right}, "
-            f"{trained.samples_per_s:.0f} samples/s"
-        )
+        line = f"epoch {epoch + 1}: test loss {score.loss:.4f}{right}"
+        if self._reports:  # none when the checkpoint that was resumed from ended the epoch
+            trained = self._reports[-1]
+            line += f", training loss {trained.loss:.4f}, {trained.samples_per_s:.0f} samples/s"
+        self.notice(line)
 
     def close(self, as_json: bool) -> None:
         """Print the result."""
