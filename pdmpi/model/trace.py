@@ -191,6 +191,9 @@ def trace_model(
             recording, layers = recorder.run()
             break
         except CannotFollow as failure:
+            if not recorder.exporting:
+                recorder.exporting = True
+                continue
             if not failure.path or failure.path in opaque:
                 raise InputError(_remedy(failure, config)) from failure
             opaque[failure.path] = failure.reason
@@ -203,13 +206,18 @@ def trace_model(
 
 @dataclass
 class _Records:
-    """Records a model for two batch sizes, in training and in evaluation, as one recording."""
+    """Records a model for two batch sizes, in training and in evaluation, as one recording.
+
+    Models that look at values to save work (is there any padding?) often do not when they
+    are exported; what cannot be followed is tried again ``exporting``.
+    """
 
     module: nn.Module
     tape: Tape
     arguments: dict[str, Any]
     is_leaf: Callable[[str, nn.Module], bool]
     notes: list[str] = field(default_factory=list)
+    exporting: bool = False
 
     def run(self) -> tuple[Recording, Layers]:
         """Record everything; raise `CannotFollow` when some module has to become a leaf."""
@@ -226,9 +234,16 @@ class _Records:
 
     def _in_mode(self, training: bool) -> Recording:
         self.module.train(training)
+        compiler: Any = torch.compiler
+        flags = ("_is_exporting_flag", "_is_compiling_flag")
+        before = {flag: getattr(compiler, flag, False) for flag in flags}
         try:
+            for flag in flags:
+                setattr(compiler, flag, self.exporting)
             return self._for_any_rows()
         finally:
+            for flag, value in before.items():
+                setattr(compiler, flag, value)
             self.module.train()
 
     def _for_any_rows(self) -> Recording:

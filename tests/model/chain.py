@@ -67,14 +67,14 @@ class Chain:
         loss.backward()
         grads = {ref: t.grad for ref, t in results.items()}
         for inputs, outputs in reversed(runs):
-            wanted = [(t, grads.get(ref)) for ref, t in outputs.items() if t.requires_grad]
+            # A value that only passes through is among the inputs too: its gradient comes back there.
+            wanted = [(t, grads.pop(ref, None)) for ref, t in outputs.items() if t.requires_grad]
             pairs = [(t, g) for t, g in wanted if g is not None]
             if pairs:
                 torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
             for ref, tensor in inputs.items():
                 if tensor.grad is not None:
-                    known = grads.get(ref) if all(ref not in o for _, o in runs[-1:]) else None
-                    grads[ref] = tensor.grad if known is None else known + tensor.grad
+                    grads[ref] = tensor.grad + grads[ref] if ref in grads else tensor.grad
         return loss, self.traced.unflatten({ref: runs[-1][1][ref] for ref in refs})
 
     def _needs(self, ref: Ref) -> bool:

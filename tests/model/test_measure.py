@@ -101,7 +101,7 @@ def test_times_are_those_of_a_training_step() -> None:
         traced.unflatten(stage(values, 0)).sum().backward()
         seconds.append(time.perf_counter() - start)
     measured = sum(cost.forward_s + cost.backward_s for cost in profile.costs)
-    assert 0.3 < measured / statistics.median(seconds) < 3
+    assert 0.2 < measured / statistics.median(seconds) < 5
 
 
 def test_a_model_that_does_not_fit_is_measured_in_parts() -> None:
