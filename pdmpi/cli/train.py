@@ -13,7 +13,6 @@ from rich.table import Table
 
 from pdmpi.checkpoint.lock import RunLock
 from pdmpi.cli.output import Progress, emit, human_seconds, json_option, table
-from pdmpi.cli.tables import shape_of
 from pdmpi.config.load import load_config
 from pdmpi.config.run import RunConfig
 from pdmpi.errors import InputError
@@ -39,7 +38,7 @@ __all__ = ["command"]
               help="Go on from the newest good checkpoint of the run, from nothing, or from this one.")
 @click.option("--init", type=click.Path(path_type=Path), help="Start from this safetensors file.")
 @click.option("--replan", type=click.Choice(["never", "auto"]), default="never", show_default=True,
-              help="Plan again if another number of ranks was started than the plan is for.")
+              help="Plan again if the ranks or hosts are not those that the plan is for.")
 @json_option
 def command(
     config: Path, plan_path: Path, run_dir: Path | None, resume: str, init: Path | None, replan: str,
@@ -64,8 +63,7 @@ def command(
     from pdmpi.runtime.agree import from_rank_0
     from pdmpi.runtime.keeper import Keeper
     from pdmpi.runtime.place import open_transport
-    from pdmpi.runtime.replan import fits
-    from pdmpi.runtime.replan import replan as planned_again
+    from pdmpi.runtime.replan import fitted
     from pdmpi.runtime.setup import label_of, load_datasets
     from pdmpi.runtime.trainer import Trainer
     from pdmpi.runtime.watch import Watch
@@ -81,9 +79,7 @@ def command(
         StopRequest(signals, deadline_unix_s=limit, margin_s=run.checkpoint.margin_s, notice=notice) as stop,
     ):
         plan = plan_from_bytes(from_rank_0(transport, lambda: plan_to_bytes(load_plan(plan_path))))
-        if replan == "auto" and not fits(plan, transport.size):
-            plan = planned_again(plan, transport)
-            notice(f"planned again for {transport.size} ranks: {shape_of(plan)}")
+        plan = fitted(plan, transport, replan == "auto", notice)
         directory = run_dir or Path(run.output.run_dir)
         label = label_of(plan, transport.rank) or "no stage"
         with Watch(transport, label) as watch:
@@ -173,6 +169,10 @@ class _Shown:
 
     def segment(self, report: SegmentReport) -> None:
         """Keep a program's report."""
+        earlier = {rank.note for rank in self._reports[-1].ranks} if self._reports else {""}
+        for note in dict.fromkeys(rank.note for rank in report.ranks):
+            if note not in earlier:
+                self.notice(note)
         self._reports.append(report)
         parts = self._run.schedule.microbatches
         for k, loss in report.losses.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -23,7 +22,6 @@ from pdmpi.plan.plan import Plan
 from pdmpi.runtime.state import array_of, restore, snapshot_of, state_names, tensor_of
 from pdmpi.runtime.trainer import Position, Trainer
 from pdmpi.slurm.environment import JobEnvironment
-from pdmpi.slurm.shape import placement_problems
 from pdmpi.slurm.signals import StopRequest
 from pdmpi.transport.base import Transport
 
@@ -94,7 +92,6 @@ class Keeper:
         InputError
             There is no such checkpoint, it is damaged, or it is another model's or run's.
         """
-        self._check_placement()
         checkpoint = self._find(resume)
         position = Position()
         if checkpoint is not None:
@@ -168,13 +165,6 @@ class Keeper:
             write_status(self._run_dir, found)
         except OSError as error:
             self._notice(f"{self._run_dir}: the run's status cannot be written ({error.strerror})")
-
-    def _check_placement(self) -> None:
-        hosts = [text.decode() for text in self._transport.gather(socket.gethostname().encode())]
-        if hosts:
-            node_of = {place.rank: place.node for place in self._plan.placement}
-            for problem in placement_problems([node_of[rank] for rank in range(len(hosts))], hosts):
-                self._notice(problem)
 
     def _find(self, resume: str) -> Checkpoint | None:
         if resume == "none":

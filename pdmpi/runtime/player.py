@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +15,8 @@ from pdmpi.model.stage import StageModule
 from pdmpi.runtime.boundary import Boundary
 from pdmpi.runtime.feed import Batch, Feed
 from pdmpi.runtime.gradients import GradientReducer
+from pdmpi.runtime.graphs import GraphedRun, StageGraphs
+from pdmpi.runtime.run import StageRun
 from pdmpi.runtime.split import SplitBackward
 from pdmpi.runtime.weights import WeightRing
 from pdmpi.schedule.program import NO_SLOT
@@ -26,16 +27,6 @@ Criterion = Callable[[Mapping[Ref, Tensor], Any, int], Tensor]
 """Returns the loss from the last stage's values, the target and the microbatch's number."""
 
 _NOTHING_FED = Batch({}, None)
-
-
-@dataclass
-class _Saved:
-    """What a backward needs of its forward."""
-
-    leaves: Mapping[Ref, Tensor]
-    outputs: Mapping[Ref, Tensor]
-    loss: Tensor | None
-    split: SplitBackward | None = None
 
 
 class Player:
@@ -54,6 +45,8 @@ class Player:
     autocast
         Sixteen-bit type that forwards compute in where that is safe; None computes in the
         parameters' own.
+    graphs
+        Replay CUDA graphs of forward and backward where that is possible.
     scale
         Factor on the gradients before an update: one over the microbatches that it averages.
     """
@@ -67,6 +60,7 @@ class Player:
         reducer: GradientReducer | None,
         scale: float,
         autocast: torch.dtype | None = None,
+        graphs: bool = False,
     ) -> None:
         self.module = module
         self.weights = weights
@@ -74,14 +68,19 @@ class Player:
         self._reducer = reducer
         self._scale = scale
         self._autocast = autocast
+        self._accumulates = scale != 1.0
         self._feed: Feed | None = None
         self._criterion: Criterion | None = None
         self._first = 0
-        self._saved: dict[int, _Saved] = {}
+        self._saved: dict[int, StageRun] = {}
         self._fed: dict[int, Batch] = {}
         self.losses: dict[int, float | Tensor] = {}
         """Loss of each microbatch of the program, as far as it is known at this stage."""
         self._leaves = _leaves(boundary)
+        self._graphs: StageGraphs | None = None
+        if graphs:
+            parameters = list(weights.parameters.values())
+            self._graphs = StageGraphs(parameters, lambda *values: self._compute(*values, recompute=False))
 
     def begin(
         self, training: bool, feed: Feed | None, criterion: Criterion | None, first: int = 0
@@ -107,17 +106,25 @@ class Player:
         self._first = first
         self._fed.clear()
         self.losses.clear()
+        if self._graphs is not None:
+            self._graphs.begin()
+
+    @property
+    def graphs_refusal(self) -> str:
+        """Why the stage's forwards run kernel by kernel although graphs were asked for."""
+        return self._graphs.refusal if self._graphs is not None else ""
 
     def forward(self, k: int, version: int, weights: int, inputs: int, output: int, saved: int) -> None:
         """Run the stage forward and fill its output slot."""
         if self._feed is not None:
             self._fed[k] = self._feed(k)
         self.weights.select(weights)
-        run = self._run(k, inputs, keep=saved != NO_SLOT)
+        run = self._graphed(k, inputs, weights, saved) or self._run(k, inputs, keep=saved != NO_SLOT)
         if self._criterion is not None:
             assert run.loss is not None
             loss = run.loss.detach()
-            self.losses[k] = float(loss) if loss.device.type == "cpu" else loss  # no wait for a device
+            # No wait for a device; a copy, since a graph's next replay writes the same tensor.
+            self.losses[k] = float(loss) if loss.device.type == "cpu" else loss.clone()
         if saved != NO_SLOT:
             self._saved[saved] = run
         elif not self.module.training:
@@ -138,7 +145,11 @@ class Player:
         self.weights.select(weights)
         run = self._saved.pop(saved)
         roots, gradients, loss = self._roots(run, k, grad_in)
-        if roots:
+        if isinstance(run, GraphedRun):
+            run.backward(roots, gradients)
+            if self._accumulates:
+                run.keep_gradients()
+        elif roots:
             torch.autograd.backward(roots, gradients)
         self._send_back(run, k, version, loss, grad_out)
 
@@ -163,7 +174,7 @@ class Player:
         split.weight_part()
 
     def _roots(
-        self, run: _Saved, k: int, grad_in: int
+        self, run: StageRun, k: int, grad_in: int
     ) -> tuple[list[Tensor], list[Tensor | None], float]:
         """Return where the backward starts, with which gradients, and the microbatch's loss."""
         roots: list[Tensor] = []
@@ -184,7 +195,7 @@ class Player:
                     gradients.append(gradient.to(run.outputs[ref].dtype))
         return roots, gradients, loss
 
-    def _send_back(self, run: _Saved, k: int, version: int, loss: float, grad_out: int) -> None:
+    def _send_back(self, run: StageRun, k: int, version: int, loss: float, grad_out: int) -> None:
         for regions in self.boundary.grad_outputs.values():
             region = regions[grad_out]
             region.stamp(k, version, loss)
@@ -218,13 +229,25 @@ class Player:
         device = next(self.module.parameters()).device.type
         return torch.autocast(device, self._autocast, cache_enabled=False)
 
-    def _run(self, k: int, inputs: int, *, keep: bool, recompute: bool = False) -> _Saved:
+    def _received(self, inputs: int) -> dict[Ref, Tensor]:
+        return {ref: slots[inputs] for ref, slots in self._leaves.items()}
+
+    def _graphed(self, k: int, inputs: int, weights: int, saved: int) -> GraphedRun | None:
+        if self._graphs is None or saved == NO_SLOT or not self.module.training:
+            return None
         fed = self._fed.get(k, _NOTHING_FED)
-        with torch.set_grad_enabled(keep), self._precision():
-            leaves = {ref: slots[inputs] for ref, slots in self._leaves.items()}
+        return self._graphs.forward(weights, saved, self._received(inputs), fed, k)
+
+    def _run(self, k: int, inputs: int, *, keep: bool, recompute: bool = False) -> StageRun:
+        fed = self._fed.get(k, _NOTHING_FED)
+        with torch.set_grad_enabled(keep):
+            return self._compute(self._received(inputs), fed, k, recompute=recompute)
+
+    def _compute(self, leaves: Mapping[Ref, Tensor], fed: Batch, k: int, *, recompute: bool) -> StageRun:
+        with self._precision():
             outputs = self.module({**fed.inputs, **leaves}, self._first + k, recompute)
             loss = None if self._criterion is None else self._criterion(outputs, fed.target, k)
-        return _Saved(leaves, outputs, loss)
+        return StageRun(leaves, outputs, loss)
 
 
 def _leaves(boundary: Boundary) -> dict[Ref, Sequence[Tensor]]:

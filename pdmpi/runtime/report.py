@@ -27,6 +27,8 @@ class RankReport:
         Seconds in waits.
     instructions
         Instructions that it ran.
+    note
+        What slows it down, for a person to know; empty where nothing does.
     losses
         Mean loss of each microbatch that its last stage saw.
     """
@@ -35,6 +37,7 @@ class RankReport:
     compute_s: float
     wait_s: float
     instructions: int
+    note: str
     losses: Mapping[int, float]
 
     def to_json(self) -> bytes:

@@ -25,7 +25,7 @@ from pdmpi.runtime.mailbox import Mailbox
 from pdmpi.runtime.player import Player
 from pdmpi.runtime.slots import device_memory, host_memory
 from pdmpi.runtime.weights import WeightRing
-from pdmpi.schedule.program import Program, Topology
+from pdmpi.schedule.program import Op, Program, Topology
 from pdmpi.transport.base import Transport
 
 __all__ = [
@@ -184,6 +184,7 @@ def build_rank(
             boundary_of(stage, programs, edges, allocate),
             reducer=GradientReducer(trainable, transport, ranks, allocate) if len(ranks) > 1 else None,
             scale=1.0 / training.microbatches_per_update[stage],
+            graphs=_use_graphs(config, training, device, len(ranks)),
             autocast=dtype_of(config) if config.train.dtype in ("bfloat16", "float16") else None,
         )
     return Rank(
@@ -193,6 +194,16 @@ def build_rank(
         reads_input={s: any(name in inputs for name in plan.stages[s].layers) for s in players},
         computes_loss={s: s == last for s in players},
     )
+
+
+def _use_graphs(config: RunConfig, training: Program, device: torch.device, replicas: int) -> bool:
+    """Whether a stage's forwards and backwards are captured.
+
+    Sums that leave during the backward, split backwards and recomputation run eagerly.
+    """
+    ops = {int(op) for rows in training.rows for op in set(rows[:, 0].tolist())}
+    eager = {Op.RECOMPUTE, Op.BACKWARD_INPUT} & ops
+    return device.type == "cuda" and config.runtime.cuda_graphs and replicas == 1 and not eager
 
 
 def _optimizer(config: RunConfig, masters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer | None:

@@ -159,6 +159,8 @@ def serialise_forwards(monkeypatch: Any) -> None:
 
     monkeypatch.setattr(StageModule, "forward", serial(StageModule.forward))
     monkeypatch.setattr(setup, "build_stage", serial(setup.build_stage))
+    plain_feed = trainer.feed
+    monkeypatch.setattr(trainer, "feed", lambda *args, **kwargs: serial(plain_feed(*args, **kwargs)))
     monkeypatch.setattr(trainer, "trace_run", serial(traced))
 
 
