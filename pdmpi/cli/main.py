@@ -12,7 +12,7 @@ import click
 
 from pdmpi import __version__
 from pdmpi.cli.leave import leave
-from pdmpi.errors import PdmpiError, nearest
+from pdmpi.errors import PdmpiError, Requeue, nearest
 
 __all__ = ["COMMANDS", "cli", "main"]
 
@@ -132,7 +132,8 @@ def _extra_for(error: Exception) -> str | None:
 
 def _line(error: PdmpiError) -> str:
     _show_traceback()
-    return "pdmpi: error: " + " ".join(str(error).split("\n"))
+    kind = "" if isinstance(error, Requeue) else "error: "
+    return f"pdmpi: {kind}" + " ".join(str(error).split("\n"))
 
 
 def _show_traceback() -> None:

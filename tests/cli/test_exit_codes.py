@@ -34,7 +34,7 @@ def run(body: str, **env: str) -> subprocess.CompletedProcess[str]:
         ("pass", 0, ""),
         ("raise InputError('train.dtype = 3;\\nset 4')", 2, "pdmpi: error: train.dtype = 3; set 4\n"),
         ("raise PdmpiError('lost')", 1, "pdmpi: error: lost\n"),
-        ("raise Requeue('checkpointed at minibatch 5')", 75, "pdmpi: error: checkpointed at minibatch 5\n"),
+        ("raise Requeue('checkpointed at minibatch 5')", 75, "pdmpi: checkpointed at minibatch 5\n"),
         ("raise KeyboardInterrupt", 130, "\npdmpi: interrupted\n"),
         ("raise click.UsageError('wrong')", 2, "pdmpi: error: wrong (see 'pdmpi train --help')\n"),
         ("sys.exit(3)", 3, "pdmpi: error: the program exited with code 3\n"),
