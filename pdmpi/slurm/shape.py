@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from pdmpi.errors import InputError
 
-__all__ = ["JobShape", "placement_problems", "shape_of"]
+__all__ = ["JobShape", "assignment", "placement_problems", "shape_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +44,37 @@ def shape_of(nodes: Sequence[int], num_nodes: int | None = None) -> JobShape:
         )
     ranks_per_node = -(-len(nodes) // num_nodes)
     return JobShape(num_ranks=len(nodes), num_nodes=num_nodes, ranks_per_node=ranks_per_node)
+
+
+def assignment(nodes: Sequence[int], hosts: Sequence[str]) -> tuple[int, ...] | None:
+    """Choose which process plays which rank of the plan, so that each node's ranks share a host.
+
+    Parameters
+    ----------
+    nodes
+        The node of each of the plan's ranks.
+    hosts
+        The host of each process; as many.
+
+    Returns
+    -------
+    tuple of int or None
+        For each of the plan's ranks a process; the same number wherever that already fits.
+        None when some node's ranks fit on no host.
+    """
+    if not placement_problems(nodes, hosts):
+        return tuple(range(len(nodes)))
+    free = {host: [p for p, own in enumerate(hosts) if own == host] for host in dict.fromkeys(hosts)}
+    groups = [[rank for rank, own in enumerate(nodes) if own == node] for node in sorted(set(nodes))]
+    chosen: dict[int, int] = {}
+    for ranks in sorted(groups, key=len, reverse=True):
+        fitting = [host for host, processes in free.items() if len(processes) >= len(ranks)]
+        if not fitting:
+            return None
+        host = min(fitting, key=lambda name: len(free[name]))
+        chosen |= dict(zip(ranks, free[host], strict=False))
+        free[host] = free[host][len(ranks) :]
+    return tuple(chosen[rank] for rank in range(len(nodes)))
 
 
 def placement_problems(nodes: Sequence[int], hosts: Sequence[str]) -> list[str]:

@@ -16,7 +16,7 @@ from pdmpi.slurm.commands import JobFailed, submit, wait
 from pdmpi.slurm.environment import JobEnvironment, cleaned, parse_end_time
 from pdmpi.slurm.options import JobOptions, load_site, merged
 from pdmpi.slurm.script import Job, job_script, launch_command
-from pdmpi.slurm.shape import JobShape, placement_problems, shape_of
+from pdmpi.slurm.shape import JobShape, assignment, placement_problems, shape_of
 
 SHAPE = JobShape(num_ranks=5, num_nodes=2, ranks_per_node=3)
 
@@ -141,6 +141,24 @@ def test_a_node_that_is_spread_over_hosts_is_named():
     assert placement_problems([0, 0, 1, 1], ["a"] * 4) == []
     (problem,) = placement_problems([0, 0, 1, 1], ["a", "b", "a", "a"])
     assert problem.startswith("ranks 0, 1 are planned for one node and run on 2 (a, b)")
+
+
+@given(st.data())
+def test_every_node_gets_a_host_of_its_own_size_or_none(data):
+    sizes = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=5))
+    nodes = data.draw(st.permutations([node for node, size in enumerate(sizes) for _ in range(size)]))
+    hosts = data.draw(st.permutations([f"h{node}" for node, size in enumerate(sizes) for _ in range(size)]))
+    found = assignment(nodes, hosts)
+    assert found is not None
+    assert sorted(found) == list(range(len(nodes)))
+    assert placement_problems(nodes, [hosts[process] for process in found]) == []
+
+
+def test_ranks_stay_where_they_are_if_that_fits_and_none_is_forced():
+    assert assignment([0, 0, 1, 1], ["a", "a", "b", "b"]) == (0, 1, 2, 3)
+    assert assignment([0, 1, 0, 1], ["a", "a", "b", "b"]) == (0, 2, 1, 3)
+    assert assignment([0, 1, 1], ["a", "a", "b"]) == (2, 0, 1)
+    assert assignment([0, 0, 0, 1], ["a", "a", "b", "b"]) is None
 
 
 def test_what_a_job_knows_of_itself():
