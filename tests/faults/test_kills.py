@@ -1,6 +1,6 @@
 """A job under a real Slurm whose ranks are killed at random moments, and one of whose nodes fails.
 
-``PDMPI_FAULT_KILLS`` says how many faults (5 by default; 50 take about ten minutes).
+``PDMPI_FAULT_KILLS`` says how many faults (3 by default).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pdmpi.checkpoint.status import read_status
 
 pytestmark = [pytest.mark.slurm, pytest.mark.mpi, pytest.mark.timeout(3600)]
 
-FAULTS = int(os.environ.get("PDMPI_FAULT_KILLS", "5"))
+FAULTS = int(os.environ.get("PDMPI_FAULT_KILLS", "3"))
 STEPS = 24 * 4 * FAULTS
 
 
