@@ -85,14 +85,14 @@ class Progress:
     label
         What is being done.
     total
-        Steps until it is done.
+        Steps until it is done; 0 until `update` tells.
     interval_s
         Seconds between two lines of a log.
     shown
         False for ranks that keep silent.
     """
 
-    def __init__(self, label: str, total: int, *, interval_s: float = 5.0, shown: bool = True) -> None:
+    def __init__(self, label: str, total: int = 0, *, interval_s: float = 5.0, shown: bool = True) -> None:
         self._label = label
         self._total = total
         self._interval_s = interval_s
@@ -119,10 +119,11 @@ class Progress:
         if self._bar:
             self._bar.stop()
 
-    def update(self, completed: int, note: str = "") -> None:
+    def update(self, completed: int, note: str = "", total: int | None = None) -> None:
         """Say that ``completed`` steps are done, with a short note (the loss, a layer's name)."""
+        self._total = self._total if total is None else total
         if self._bar:
-            self._bar.update(self._task, completed=completed, note=note)
+            self._bar.update(self._task, completed=completed, total=self._total, note=note)
         elif self._shown and (completed >= self._total or time.monotonic() >= self._next_s):
             self._next_s = time.monotonic() + self._interval_s
             click.echo(f"{self._label}: {completed}/{self._total} {note}".rstrip(), err=True)

@@ -57,13 +57,13 @@ def command(
         raise InputError(f"--device = {device!r} is no device of torch; try cpu or cuda") from error
     if place.type == "cuda" and not torch.cuda.is_available():
         raise InputError(f"--device = {device!r}, but torch sees no CUDA device; try --device cpu")
-    with Progress("profile", total=1) as progress:
+    with Progress("profile") as progress:
         profile = profile_model(
             run,
             device=place,
             repeats=repeats,
             budget_s=budget_s,
-            tell=lambda done, total, name: progress.update(int(done == total), name),
+            tell=lambda done, total, name: progress.update(done, name, total),
             note=lambda remark: click.echo(f"note: {remark}", err=True),
         )
     save_profile(profile, output, force)

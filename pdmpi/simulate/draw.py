@@ -97,7 +97,7 @@ def _lanes(timeline: Timeline, measured: Timeline | None) -> list[_Lane]:
         played = [(s, own.index(rank)) for s, own in enumerate(topology.ranks) if rank in own]
         names = [f"{s}" if len(topology.ranks[s]) == 1 else f"{s} · replica {r}" for s, r in played]
         label = f"{'stages' if len(names) > 1 else 'stage'} {', '.join(names)}"
-        label += "" if [s for s, _ in played] == [rank] else f"\nrank {rank}"
+        label += "" if names == [f"{rank}"] else f"\nrank {rank}"
         if measured is None:
             lanes.append(_Lane(timeline, rank, label))
         else:
