@@ -104,15 +104,23 @@ def restore(
             tensor.copy_(tensor_of(stored[name]))
         for name, master in masters.items():
             master.copy_(tensor_of(stored[name]))
-            if optimizer is None:
-                continue
-            state = {k: tensor_of(array).clone() for k, array in snapshot.optimizer.get(name, {}).items()}
-            # Scalars such as Adam's step stay on the host, where torch.optim keeps them.
-            optimizer.state[master] = {
-                key: value if value.dim() == 0 else value.to(master.device) for key, value in state.items()
-            }
-            if not state:
-                del optimizer.state[master]
+            if optimizer is not None:
+                _restore_optimizer(optimizer, master, snapshot.optimizer.get(name, {}))
+
+
+def _restore_optimizer(
+    optimizer: torch.optim.Optimizer, master: nn.Parameter, arrays: Mapping[str, Array]
+) -> None:
+    """Replace what the optimizer keeps of one parameter; scalars (Adam's step) live where it wants them."""
+    optimizer.state.pop(master, None)
+    if not arrays:
+        return
+    group = next(g for g in optimizer.param_groups if any(p is master for p in g["params"]))
+    scalars = master.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
+    optimizer.state[master] = {
+        key: tensor_of(array).to(master.device if array.shape else scalars, copy=True)
+        for key, array in arrays.items()
+    }
 
 
 def _entries(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -107,3 +107,32 @@ def test_names_are_those_of_the_state_dict():
     tied = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
     tied["b"].weight = tied["a"].weight
     assert {"a.weight", "b.weight"} <= snapshot_of(tied, trainable(tied), None).parameters.keys()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fused", [False, True])
+def test_state_moves_between_cpu_and_gpu(fused):
+    """From the device to the host and back to the device: training there goes on bitwise."""
+    torch.manual_seed(0)
+    torch.backends.cudnn.deterministic = True
+    module = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 3)).cuda()
+    other, host = copy.deepcopy(module), copy.deepcopy(module).cpu()
+    made = [torch.optim.AdamW(m.parameters(), fused=fused) for m in (module, other)]
+    on_host = torch.optim.AdamW(host.parameters())
+    x = torch.randn(5, 1, 8, 8, device="cuda")
+
+    def train(m, optimizer):
+        for _ in range(3):
+            optimizer.zero_grad()
+            m(x).square().mean().backward()
+            optimizer.step()
+
+    train(module, made[0])
+    taken = snapshot_of(module, trainable(module), made[0])
+    restore(taken, host, trainable(host), on_host)
+    again = snapshot_of(host, trainable(host), on_host)
+    assert all(a.equals(b) for (_, a), (_, b) in zip(taken.items(), again.items(), strict=True))
+    restore(again, other, trainable(other), made[1])
+    train(module, made[0])
+    train(other, made[1])
+    assert all(torch.equal(value, other.state_dict()[key]) for key, value in module.state_dict().items())
