@@ -102,7 +102,7 @@ def build_stage(
         tensors=real.owner_of,
         constant=real.real,
     )
-    stage.adopt(steps)
+    stage.adopt(steps, [name for layer in order for name in traced.changed_buffers(layer)])
     return stage.train()
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from pdmpi.errors import InputError
 from pdmpi.graph import Ref
 from pdmpi.model.steps import Steps
 
@@ -37,8 +38,12 @@ class StageModule(nn.Module):
         self.__dict__["outputs"] = ()
         self.__dict__["_steps"] = None
 
-    def adopt(self, steps: Steps) -> None:
-        """Take the calls that the stage makes, once its modules are in place."""
+    def adopt(self, steps: Steps, changed_buffers: Sequence[str]) -> None:
+        """Take the calls that the stage makes, once its modules are in place.
+
+        ``changed_buffers`` are those that a second run of the same microbatch would change again.
+        """
+        self.__dict__["_changed_buffers"] = tuple(changed_buffers)
         self.__dict__["inputs"] = steps.inputs
         self.__dict__["outputs"] = steps.outputs
         self.__dict__["_steps"] = steps
@@ -62,10 +67,21 @@ class StageModule(nn.Module):
         -------
         dict
             The tensors named by `outputs`, contiguous.
+
+        Raises
+        ------
+        InputError
+            For a second run of layers (spectral norm) that must not run twice.
         """
         steps: Any = self.__dict__["_steps"]
         if not recompute:
             return steps.run(values, microbatch, self.training)  # type: ignore[no-any-return]
+        if self.__dict__["_changed_buffers"]:
+            names = ", ".join(self.__dict__["_changed_buffers"])
+            raise InputError(
+                f"the forward changes the buffers {names}, which recomputation would change twice; "
+                '[schedule] recompute = "never" (or keep these layers out of recomputed stages)'
+            )
         tracking = [m for m in self.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
         for module in tracking:
             module.track_running_stats = False

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from pdmpi.config.run import ModelConfig
 from pdmpi.errors import InputError
@@ -18,7 +19,7 @@ from pdmpi.graph import LayerGraph, Ref
 from pdmpi.graph.graph import INPUT
 from pdmpi.model.build import load_factory
 from pdmpi.model.compare import Differs, with_batch_size, with_evaluation
-from pdmpi.model.deferred import Tape, cast
+from pdmpi.model.deferred import Tape, cast, storage_id
 from pdmpi.model.layers import Layers, LayerState, layers_of
 from pdmpi.model.record import record
 from pdmpi.model.recording import CannotFollow, Recording, Value
@@ -104,6 +105,16 @@ class TracedModel:
         for path in self.state[layer].tensors:
             parent, _, name = path.rpartition(".")
             found.append(getattr(self.module.get_submodule(parent), name))
+        return found
+
+    def changed_buffers(self, layer: str) -> list[str]:
+        """Return the buffers that a layer changes in training, but for batch normalisation's statistics."""
+        found: list[str] = []
+        for node in (self.recording.nodes[i] for i in self.members[layer]):
+            if isinstance(node.target, str):
+                for path, held in self.module.get_submodule(node.target).named_modules(prefix=node.target):
+                    named = () if isinstance(held, _BatchNorm) else held.named_buffers(path, recurse=False)
+                    found += [name for name, buffer in named if storage_id(buffer) in node.writes]
         return found
 
     def flatten(self, example: Any) -> dict[Ref, Tensor]:

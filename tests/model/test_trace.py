@@ -326,3 +326,18 @@ def test_a_module_that_differs_in_evaluation_becomes_one_layer() -> None:
     model, stage = build_model(traced).eval(), build_stage(traced, traced.graph.index).eval()
     assert torch.equal(model(x), traced.unflatten(stage(traced.flatten(x), 0), training=False))
     assert total(model(x)).isfinite()
+
+
+def spectral() -> nn.Module:
+    return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), nn.BatchNorm1d(4))
+
+
+def test_layers_that_must_not_run_twice_refuse_to() -> None:
+    traced = trace("spectral", torch.zeros(3, 4))
+    names = [layer.name for layer in traced.graph.layers]
+    values = traced.flatten(torch.randn(3, 4))
+    with pytest.raises(InputError, match=r"0\.parametrizations\.weight\.0\._u.*recompute = \"never\""):
+        build_stage(traced, names)(values, 0, recompute=True)
+    stage = build_stage(traced, ["1"], last=True)
+    assert stage({Ref("0"): torch.randn(3, 4)}, 0, recompute=True)
+    assert int(stage.get_buffer("1.num_batches_tracked")) == 0
