@@ -178,7 +178,7 @@ class Steps:
             registers[index] = values[ref].shape[dim]
         for step in self.steps if training else self.evaluation:
             if step.key is not None:
-                torch.manual_seed(seed_of(self.seed, step.key, microbatch))
+                _seed_torch(seed_of(self.seed, step.key, microbatch))
             if step.single is not None:
                 registers[step.results[0]] = step.call(registers[step.single])
             else:
@@ -188,6 +188,14 @@ class Steps:
             for index in step.free:
                 registers[index] = None
         return {ref: registers[index].contiguous() for ref, index in self.stores}
+
+
+def _seed_torch(seed: int) -> None:
+    """Do what ``torch.manual_seed`` does, without its 0.2 ms where only the CPU is used."""
+    if torch.cuda.is_initialized():
+        torch.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
 
 
 class _Compiler:
