@@ -44,13 +44,13 @@ class GraphedRun(StageRun):
     leaf_gradients: list[Tensor | None] = field(default_factory=list)
 
     def refill(self, leaves: Mapping[Ref, Tensor], fed: Batch) -> None:
-        """Copy a microbatch's values to where the graph reads them."""
+        """Copy a microbatch's values to where the graph reads them (`data`: autograd counts no change)."""
         for ref, leaf in self.leaves.items():
             leaf.data.copy_(leaves[ref].data)
         for ref, value in self.fed.inputs.items():
-            value.copy_(fed.inputs[ref])
+            value.data.copy_(fed.inputs[ref])
         for held, target in zip(tensors_of(self.fed.target), tensors_of(fed.target), strict=True):
-            held.copy_(target)
+            held.data.copy_(target)
 
     def backward(self, roots: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
         """Do what ``torch.autograd.backward`` does, by a replay."""
@@ -59,7 +59,7 @@ class GraphedRun(StageRun):
             self._capture(roots, gradients)
         assert self.backward_graph is not None
         for held, gradient in zip(self.arriving, (g for g in gradients if g is not None), strict=True):
-            held.copy_(gradient)
+            held.data.copy_(gradient)
         self.backward_graph.replay()
         for leaf, found in zip(self.leaves.values(), self.leaf_gradients, strict=True):
             leaf.grad = found
