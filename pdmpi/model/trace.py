@@ -120,7 +120,7 @@ class TracedModel:
     def flatten(self, example: Any) -> dict[Ref, Tensor]:
         """Return the tensors of a batch's input as the values that the first stage takes."""
         refs = self._input_refs
-        tensors = tensors_of(list(arguments_of(self.module, self._signature, example).values()))
+        tensors = tensors_of(list(example.values()) if isinstance(example, Mapping) else example)
         if len(tensors) != len(refs):
             raise InputError(
                 f"the batch holds {len(tensors)} tensors, the model was traced with {len(refs)}; "
@@ -138,10 +138,6 @@ class TracedModel:
             return values[ref_of[leaf]] if isinstance(leaf, Value) else leaf
 
         return map_tree(fill, output)
-
-    @cached_property
-    def _signature(self) -> inspect.Signature:
-        return inspect.signature(self.module.forward)
 
     @cached_property
     def _input_refs(self) -> list[Ref]:
@@ -194,7 +190,7 @@ def trace_model(
     def as_trained(leaf: Any) -> Any:
         return leaf.to("meta", dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
-    arguments = map_tree(as_trained, arguments_of(module, inspect.signature(module.forward), example))
+    arguments = map_tree(as_trained, arguments_of(module, example))
     opaque: dict[str, str] = {}
     recorder = _Records(module, tape, arguments, _leaf_rule(module, config.leaves, opaque))
     while True:
@@ -289,11 +285,12 @@ class _Records:
         )
 
 
-def arguments_of(module: nn.Module, signature: inspect.Signature, example: Any) -> dict[str, Any]:
+def arguments_of(module: nn.Module, example: Any) -> dict[str, Any]:
     """Return the model's arguments by name; positional ones start with ``*``."""
     if isinstance(example, Mapping):
         return {str(name): value for name, value in example.items()}
     positional = example if isinstance(example, (tuple, list)) else (example,)
+    signature = inspect.signature(module.forward)
     try:
         bound = signature.bind(*positional).arguments
     except TypeError as error:
