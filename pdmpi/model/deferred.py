@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pdmpi.model.generator import run_seeded_aside
 from pdmpi.model.keys import seed_of
 from pdmpi.model.tree import map_tree, tensors_of
 
@@ -188,14 +190,13 @@ class Tape:
     @torch.no_grad()
     def _replay(self, storage: int) -> dict[int, torch.UntypedStorage]:
         real: dict[int, torch.UntypedStorage] = {}
-        with torch.random.fork_rng(devices=[]):
-            for index in self._behind(storage):
-                record = self._records[index]
-                constant = record.constant
-                outs = self._run(record, real) if constant is None else [constant.clone()]
-                for view, out in zip(record.made, outs, strict=True):
-                    if view is not None:
-                        real[view.storage] = _laid_out(out, view).untyped_storage()
+        for index in self._behind(storage):
+            record = self._records[index]
+            constant = record.constant
+            outs = self._run(record, real) if constant is None else [constant.clone()]
+            for view, out in zip(record.made, outs, strict=True):
+                if view is not None:
+                    real[view.storage] = _laid_out(out, view).untyped_storage()
         return real
 
     def _run(self, record: _Record, real: dict[int, torch.UntypedStorage]) -> list[Tensor]:
@@ -208,7 +209,8 @@ class Tape:
             if generator is not None:
                 kwargs["generator"] = None
             stream = self.seed if generator is None else generator.initial_seed()
-            torch.manual_seed(seed_of(stream, "initialisation", record.number))
+            seed = seed_of(stream, "initialisation", record.number)
+            return tensors_of(run_seeded_aside(seed, partial(record.func, *args, **kwargs)))
         return tensors_of(record.func(*args, **kwargs))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -107,3 +108,15 @@ def test_evaluation_and_other_batch_sizes(name: str, rows: int) -> None:
     assert type(found) is type(expected)
     pairs = zip(tensors_of(found), tensors_of(expected), strict=True)
     assert all(close(a.double(), b.double()) for a, b in pairs)
+
+
+def test_threads_of_one_process_draw_the_same_masks() -> None:
+    traced, batch = traced_case("random_masks"), CASES["random_masks"].batch(ROWS)
+    expected = [Chain(traced, cut(traced, [])).step(batch, k)[0] for k in range(20)]
+    with ThreadPoolExecutor(4) as pool:
+        jobs = [
+            pool.submit(lambda: [Chain(traced, cut(traced, [])).step(batch, k)[0] for k in range(20)])
+            for _ in range(4)
+        ]
+        for job in jobs:
+            assert all(torch.equal(a, b) for a, b in zip(job.result(), expected, strict=True))
