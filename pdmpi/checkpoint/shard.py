@@ -48,7 +48,7 @@ class ArraySpec:
         return int(math.prod(self.shape) * DTYPE_BYTES[self.dtype])
 
 
-def write_shard(path: Path, snapshot: Snapshot, session: str) -> None:
+def write_shard(path: Path, snapshot: Snapshot, session: str) -> dict[str, ArraySpec]:
     """Write one rank's arrays; the file is whole and on disk, or not there.
 
     Parameters
@@ -60,12 +60,18 @@ def write_shard(path: Path, snapshot: Snapshot, session: str) -> None:
     session
         Text that all shards of one checkpoint share, so that shards of two are never mixed.
 
+    Returns
+    -------
+    dict
+        What `read_specs` would find in the file.
+
     Raises
     ------
     OSError
         The disk is full or does not answer.
     """
     arrays = dict(snapshot.items())
+    specs = {}
     # Hashing needs a core for as long as a fast disk needs to write: both at once.
     with ThreadPoolExecutor(1, "checkpoint-hash") as pool, replaced(path) as temporary:
         digests = pool.map(_digest, arrays.values())
@@ -75,6 +81,8 @@ def write_shard(path: Path, snapshot: Snapshot, session: str) -> None:
                 file.create_dataset(name, data=array.bits, track_times=False)
             for (name, array), digest in zip(arrays.items(), digests, strict=True):
                 file[name].attrs.update({"dtype": array.dtype, "sha256": digest})
+                specs[name] = ArraySpec(array.dtype, array.shape, digest)
+    return specs
 
 
 def read_specs(path: Path, session: str | None = None) -> dict[str, ArraySpec]:

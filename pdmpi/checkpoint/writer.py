@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from pdmpi.checkpoint.arrays import Array, Snapshot
 from pdmpi.checkpoint.files import free_bytes, sync_directory, write_bytes
 from pdmpi.checkpoint.manifest import Manifest, ShardEntry, save_manifest
-from pdmpi.checkpoint.shard import read_specs, write_shard
+from pdmpi.checkpoint.shard import ArraySpec, read_specs, write_shard
 from pdmpi.checkpoint.store import Collective, directory_of, discard, listed, prune
 from pdmpi.errors import InputError
 
@@ -265,25 +265,27 @@ class CheckpointWriter:
 
     def _run(self, job: _Job) -> None:
         """Body of the writer's thread: this rank's shard; on rank 0 then the manifest."""
+        mine: dict[str, ArraySpec] = {}
         try:
             if job.snapshot is not None:
-                write_shard(job.directory / _file_of(self._group.rank), job.snapshot, job.session)
+                path = job.directory / _file_of(self._group.rank)
+                mine = write_shard(path, job.snapshot, job.session)
         except Exception as error:
             job.error = f"rank {self._group.rank}: {error}"
         job.shard_done.set()
         if self._group.rank == 0 and not job.error:
             try:
-                self._complete(job)
+                self._complete(job, mine)
             except Exception as error:
                 job.error = f"rank 0: {error}"
 
-    def _complete(self, job: _Job) -> None:
+    def _complete(self, job: _Job, mine: Mapping[str, ArraySpec]) -> None:
         shards = []
         for rank in self._writers:
             path = job.directory / _file_of(rank)
             if not _appears(path, job.abandoned):
                 raise OSError(f"the shard of rank {rank} did not appear in {job.directory}")
-            arrays = read_specs(path, job.session)
+            arrays = mine if rank == self._group.rank else read_specs(path, job.session)
             shards.append(ShardEntry(file=path.name, size_bytes=path.stat().st_size, arrays=arrays))
         manifest = Manifest(
             minibatch=job.minibatch,

@@ -157,7 +157,7 @@ def test_one_rank_that_cannot_write_loses_the_new_one_only(tmp_path, monkeypatch
     def failing(path, snapshot, session):
         if path.name == "shard-00001.h5" and session.endswith("-20"):
             raise OSError(28, "No space left on device")
-        real(path, snapshot, session)
+        return real(path, snapshot, session)
 
     monkeypatch.setattr(module, "write_shard", failing)
     notes: list[str] = []
