@@ -6,6 +6,8 @@ import contextlib
 import math
 import os
 import socket
+from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -19,7 +21,7 @@ from pdmpi.errors import InputError
 from pdmpi.plan.plan import Plan
 from pdmpi.plan.store import load_plan, plan_from_bytes, plan_to_bytes
 from pdmpi.runtime.evaluation import Score
-from pdmpi.runtime.report import MetricsFile, SegmentReport
+from pdmpi.runtime.report import MetricsFile, SegmentReport, StageLag
 from pdmpi.schedule.registry import program_of
 from pdmpi.simulate.costs import costs_of
 from pdmpi.simulate.engine import simulate
@@ -185,6 +187,7 @@ class _Shown:
             loss=report.loss,
             duration_s=report.duration_s,
             samples_per_s=report.samples_per_s,
+            version_lag=[asdict(lag) for lag in StageLag.of(report.lags)],
             ranks=[
                 {
                     "label": r.label,
@@ -228,6 +231,7 @@ class _Shown:
             "predicted_samples_per_s": samples / predicted,
             "measured_over_predicted": predicted / seconds,
             "loss": self._reports[-1].loss,
+            "version_lag": [asdict(lag) for lag in self._lags()],
             "test_loss": self._score.loss if self._score else None,
             "test_accuracy": self._score.accuracy if self._score else None,
             "ranks": [
@@ -239,6 +243,13 @@ class _Shown:
         self._metrics.write("end", **{k: v for k, v in data.items() if k != "ranks"})
         self._metrics.close()
         emit(data, [*self._tables(data)], as_json)
+
+    def _lags(self) -> tuple[StageLag, ...]:
+        total: dict[int, Counter[int]] = {}
+        for report in self._reports:
+            for stage, counts in report.lags.items():
+                total.setdefault(stage, Counter()).update(counts)
+        return StageLag.of(total)
 
     def _by_rank(self) -> list[tuple[str, float, float]]:
         rows = zip(*(r.ranks for r in self._reports), strict=True)
@@ -269,6 +280,9 @@ class _Shown:
             ("measured / predicted", f"{data['measured_over_predicted']:.1%}"),
             ("training loss, last program", f"{data['loss']:.4f}"),
         ]
+        lags = self._lags()
+        result.append(("version lag by stage, most", ", ".join(str(lag.max) for lag in lags)))
+        result.append(("version lag by stage, mean", ", ".join(f"{lag.mean:.2f}" for lag in lags)))
         if accuracy is not None:
             result.append(("test accuracy", f"{accuracy:.2%}"))
         result.append(("metrics", str(self._run_dir / "metrics.jsonl")))

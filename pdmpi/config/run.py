@@ -73,6 +73,10 @@ class ScheduleConfig(_Table):
     """Minibatches in flight beyond the pipeline's depth, to hide transfers."""
     recompute: Literal["never", "except-last", "always"] = "never"
     """Recompute activations in the backward instead of keeping them."""
+    staleness_warmup: int = Field(default=0, ge=0)
+    """Updates over which a stage's learning rate rises from lr / (its version lag + 1) to lr; 0 for none."""
+    weight_prediction: bool = False
+    """Run forwards at the weights that are expected when the gradient arrives (SGD with momentum)."""
 
 
 class TrainConfig(_Table):
@@ -86,8 +90,8 @@ class TrainConfig(_Table):
     """Minibatches to train; either this or ``epochs``."""
     seed: int = Field(default=0, ge=0)
     """Seed of weights, data order and dropout."""
-    dtype: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
-    """Type of parameters and activations."""
+    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
+    """Type of parameters and activations; in bfloat16 the optimizer steps float32 masters."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where ranks compute; ``auto`` takes a GPU for each rank where there are any."""
     threads: int = Field(default=1, ge=1)

@@ -51,8 +51,10 @@ def cast_floating(tree: Any, dtype: torch.dtype, device: torch.device | str = "c
     return map_tree(convert, tree)
 
 
-def example_batch(config: RunConfig) -> tuple[Any, Any]:
+def example_batch(config: RunConfig, dataset: Any = None) -> tuple[Any, Any]:
     """Return (input, target) of the first microbatch of the training set, collated as torch does.
+
+    The training set is made, unless it is given.
 
     Raises
     ------
@@ -62,7 +64,8 @@ def example_batch(config: RunConfig) -> tuple[Any, Any]:
     name, rows = config.data.factory, microbatch_size(config)
     factory = load_factory(name)
     try:
-        dataset = factory(split="train", **config.data.args)
+        if dataset is None:
+            dataset = factory(split="train", **config.data.args)
         count = len(dataset)
         samples = [dataset[i] for i in range(min(rows, count))]
     except Exception as error:

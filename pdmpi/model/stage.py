@@ -37,6 +37,7 @@ class StageModule(nn.Module):
         self.__dict__["inputs"] = ()
         self.__dict__["outputs"] = ()
         self.__dict__["_steps"] = None
+        self.__dict__["_always_evaluating"] = []
 
     def adopt(self, steps: Steps, changed_buffers: Sequence[str]) -> None:
         """Take the calls that the stage makes, once its modules are in place.
@@ -47,6 +48,15 @@ class StageModule(nn.Module):
         self.__dict__["inputs"] = steps.inputs
         self.__dict__["outputs"] = steps.outputs
         self.__dict__["_steps"] = steps
+        kept = [module for module in self.modules() if module is not self and not module.training]
+        self.__dict__["_always_evaluating"] = kept
+
+    def train(self, mode: bool = True) -> StageModule:
+        """Set the mode, except of what the model's own ``train`` keeps in evaluation (frozen BatchNorm)."""
+        super().train(mode)
+        for module in self.__dict__["_always_evaluating"]:
+            module.training = False
+        return self
 
     def forward(
         self, values: Mapping[Ref, Tensor], microbatch: int, recompute: bool = False

@@ -85,9 +85,11 @@ class Executor:
                     self._on_microbatch(k)
         except Exception as error:
             instruction = Instruction.from_row(self._rows[i])
-            raise PdmpiError(
+            kind = type(error) if isinstance(error, PdmpiError) else PdmpiError
+            where = "" if isinstance(error, PdmpiError) else " (PDMPI_DEBUG=1 shows where)"
+            raise kind(
                 f"rank {self._rank} (stage {instruction.stage}) failed in instruction {i}, "
-                f"{instruction}: {type(error).__name__}: {error}"
+                f"{instruction}: {type(error).__name__}: {error}{where}"
             ) from error
         self._settle()
         ends[-1:] = perf_counter() - origin
@@ -104,10 +106,10 @@ class Executor:
             Op.RECOMPUTE: lambda s, k, v, w, i, saved, _: self._players[s].recompute(k, v, w, i, saved),
             Op.BACKWARD: lambda s, *operands: self._players[s].backward(*operands),
             Op.BACKWARD_INPUT: lambda s, *operands: self._players[s].backward_input(*operands),
-            Op.BACKWARD_WEIGHT: lambda s, k, v, w, saved, *_: self._players[s].backward_weight(w, saved),
+            Op.BACKWARD_WEIGHT: lambda s, k, v, w, saved, *_: self._players[s].backward_weight(k, w, saved),
             Op.POST_REDUCE: lambda s, *_: self._players[s].arm_reduce(),
             Op.WAIT_REDUCE: lambda s, *_: self._players[s].wait_reduce(),
-            Op.UPDATE: lambda s, k, v, read, write, *_: self._players[s].update(read, write),
+            Op.UPDATE: lambda s, k, v, read, write, *_: self._players[s].update(v, read, write),
         }
         return [table[op] for op in Op]
 

@@ -22,15 +22,21 @@ class _Bucket:
     def __init__(self, members: Sequence[nn.Parameter], allocate: Allocate) -> None:
         self.members = members
         first = members[0]
-        memory, self.bytes = allocate(sum(p.numel() for p in members) * first.element_size())
+        count = sum(p.numel() for p in members)
+        memory, self.bytes = allocate((count + len(members)) * first.element_size())
         self.flat = memory.view(first.dtype)
+        self.present = self.flat[count:]
+        """One for each member that has a gradient: summed with them, the number of replicas that have one."""
         self.views: dict[nn.Parameter, Tensor] = {}
         offset = 0
         for parameter in members:
             self.views[parameter] = self.flat[offset : offset + parameter.numel()].view(parameter.shape)
             offset += parameter.numel()
         self.dtype = str(first.dtype).removeprefix("torch.")
+        self.places = {parameter: i for i, parameter in enumerate(members)}
         self.missing = set(members)
+        self.without: set[int] = set()
+        """Members that this replica's backward left without a gradient."""
 
 
 def _fill(parameters: Sequence[nn.Parameter], limit: int, allocate: Allocate) -> list[_Bucket]:
@@ -49,8 +55,8 @@ class GradientReducer:
     """Sums gradients over the replicas of a stage.
 
     Buckets are posted strictly in one order on every replica, whatever order gradients
-    appear in, so that sums match; a parameter that a backward left without gradient counts
-    as zero.
+    appear in, so that sums match.  A parameter that a backward left without gradient counts
+    as zero, and keeps none if no replica has any, as in one process.
     """
 
     def __init__(
@@ -82,8 +88,11 @@ class GradientReducer:
         for request in self._requests:
             request.wait()
         for bucket in self._buckets:
-            for parameter, view in bucket.views.items():
-                parameter.grad = view
+            present = bucket.present.tolist() if bucket.without else None
+            for i, (parameter, view) in enumerate(bucket.views.items()):
+                unused = present is not None and i in bucket.without and not present[i]
+                parameter.grad = None if unused else view
+            bucket.without.clear()
             bucket.missing.update(bucket.members)
         self._requests.clear()
         self._armed = False
@@ -99,7 +108,10 @@ class GradientReducer:
 
     def _take(self, bucket: _Bucket, parameter: nn.Parameter) -> None:
         with torch.no_grad():
+            place = bucket.places[parameter]
+            bucket.present[place] = float(parameter.grad is not None)
             if parameter.grad is None:
+                bucket.without.add(place)
                 bucket.views[parameter].zero_()
             else:
                 bucket.views[parameter].copy_(parameter.grad)

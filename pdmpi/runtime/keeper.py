@@ -216,12 +216,12 @@ class Keeper:
         problem = ""
         try:
             for player in self._trainer.rank.players.values():
-                own = player.module.state_dict()
+                own, masters = player.module.state_dict(), player.weights.masters
                 arrays = {
-                    name: array_of(tensor_of(array).to(own[name].dtype))
+                    name: array_of(tensor_of(array).to(masters.get(name, own[name]).dtype))
                     for name, array in file.read(list(own)).items()
                 }
-                restore(Snapshot(parameters=arrays), player.module, player.weights.masters, None)
+                restore(Snapshot(parameters=arrays), player.module, masters, None)
         except InputError as error:
             problem = f"--init: {error}"
         self._agree([problem] if problem else [])

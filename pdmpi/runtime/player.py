@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -17,6 +18,7 @@ from pdmpi.runtime.feed import Batch, Feed
 from pdmpi.runtime.gradients import GradientReducer
 from pdmpi.runtime.graphs import GraphedRun, StageGraphs
 from pdmpi.runtime.run import StageRun
+from pdmpi.runtime.softening import Softening
 from pdmpi.runtime.split import SplitBackward
 from pdmpi.runtime.weights import WeightRing
 from pdmpi.schedule.program import NO_SLOT
@@ -47,8 +49,12 @@ class Player:
         parameters' own.
     graphs
         Replay CUDA graphs of forward and backward where that is possible.
+    device
+        Where it computes.
     scale
         Factor on the gradients before an update: one over the microbatches that it averages.
+    softening
+        Softens stale weights; None uses them as they are.
     """
 
     def __init__(
@@ -58,16 +64,20 @@ class Player:
         boundary: Boundary,
         *,
         reducer: GradientReducer | None,
+        device: torch.device,
         scale: float,
         autocast: torch.dtype | None = None,
         graphs: bool = False,
+        softening: Softening | None = None,
     ) -> None:
         self.module = module
         self.weights = weights
         self.boundary = boundary
         self._reducer = reducer
+        self._device_type = device.type
         self._scale = scale
         self._autocast = autocast
+        self._softening = softening
         self._accumulates = scale != 1.0
         self._feed: Feed | None = None
         self._criterion: Criterion | None = None
@@ -76,6 +86,9 @@ class Player:
         self._fed: dict[int, Batch] = {}
         self.losses: dict[int, float | Tensor] = {}
         """Loss of each microbatch of the program, as far as it is known at this stage."""
+        self.lags: Counter[int] = Counter()
+        """Microbatches of the program by the updates that their stage made between forward and update."""
+        self._used: list[int] = []
         self._leaves = _leaves(boundary)
         self._graphs: StageGraphs | None = None
         if graphs:
@@ -106,6 +119,9 @@ class Player:
         self._first = first
         self._fed.clear()
         self.losses.clear()
+        self.lags.clear()
+        if self._softening is not None and training:
+            self._softening.begin(first)
         if self._graphs is not None:
             self._graphs.begin()
 
@@ -118,7 +134,10 @@ class Player:
         """Run the stage forward and fill its output slot."""
         if self._feed is not None:
             self._fed[k] = self._feed(k)
-        self.weights.select(weights)
+        if self._softening is not None and self.module.training:
+            self._softening.forward(k, version, weights)
+        else:
+            self.weights.select(weights)
         run = self._graphed(k, inputs, weights, saved) or self._run(k, inputs, keep=saved != NO_SLOT)
         if self._criterion is not None:
             assert run.loss is not None
@@ -137,12 +156,12 @@ class Player:
 
     def recompute(self, k: int, version: int, weights: int, inputs: int, saved: int) -> None:
         """Run the stage forward again, this time keeping what the backward needs."""
-        self.weights.select(weights)
+        self._select_again(k, weights)
         self._saved[saved] = self._run(k, inputs, keep=True, recompute=True)
 
     def backward(self, k: int, version: int, weights: int, saved: int, grad_in: int, grad_out: int) -> None:
         """Accumulate the parameters' gradients and fill the slot of gradients for earlier stages."""
-        self.weights.select(weights)
+        self._select_again(k, weights)
         run = self._saved.pop(saved)
         roots, gradients, loss = self._roots(run, k, grad_in)
         if isinstance(run, GraphedRun):
@@ -152,12 +171,14 @@ class Player:
         elif roots:
             torch.autograd.backward(roots, gradients)
         self._send_back(run, k, version, loss, grad_out)
+        if self._softening is not None:
+            self._softening.finish(k)
 
     def backward_input(
         self, k: int, version: int, weights: int, saved: int, grad_in: int, grad_out: int
     ) -> None:
         """Fill the slot of gradients for earlier stages; leave the parameters' gradients for later."""
-        self.weights.select(weights)
+        self._select_again(k, weights)
         run = self._saved[saved]
         roots, gradients, loss = self._roots(run, k, grad_in)
         wanted = [leaf for leaf in run.leaves.values() if leaf.requires_grad]
@@ -166,12 +187,21 @@ class Player:
         run.split.input_part()
         self._send_back(run, k, version, loss, grad_out)
 
-    def backward_weight(self, weights: int, saved: int) -> None:
+    def backward_weight(self, k: int, weights: int, saved: int) -> None:
         """Accumulate the parameters' gradients that `backward_input` left."""
-        self.weights.select(weights)
+        self._select_again(k, weights)
         split = self._saved.pop(saved).split
         assert split is not None
         split.weight_part()
+        if self._softening is not None:
+            self._softening.finish(k)
+
+    def _select_again(self, k: int, weights: int) -> None:
+        """Make the stage read the weights of a microbatch's forward."""
+        if self._softening is not None:
+            self._softening.again(k, weights)
+        else:
+            self.weights.select(weights)
 
     def _roots(
         self, run: StageRun, k: int, grad_in: int
@@ -179,7 +209,7 @@ class Player:
         """Return where the backward starts, with which gradients, and the microbatch's loss."""
         roots: list[Tensor] = []
         gradients: list[Tensor | None] = []
-        if run.loss is not None:
+        if run.loss is not None and run.loss.requires_grad:
             roots.append(run.loss)
             gradients.append(None)
         self._fed.pop(k, None)
@@ -196,6 +226,7 @@ class Player:
         return roots, gradients, loss
 
     def _send_back(self, run: StageRun, k: int, version: int, loss: float, grad_out: int) -> None:
+        self._used.append(version)
         for regions in self.boundary.grad_outputs.values():
             region = regions[grad_out]
             region.stamp(k, version, loss)
@@ -219,15 +250,18 @@ class Player:
         assert self._reducer is not None
         self._reducer.wait()
 
-    def update(self, read: int, write: int) -> None:
-        """One optimizer step from a weight slot to another."""
+    def update(self, version: int, read: int, write: int) -> None:
+        """One optimizer step from a weight slot to another, which makes ``version``."""
+        if self._softening is not None:
+            self._softening.step()
         self.weights.update(read, write, self._scale)
+        self.lags.update(version - 1 - used for used in self._used)
+        self._used.clear()
 
     def _precision(self) -> AbstractContextManager[Any]:
         if self._autocast is None:
             return nullcontext()
-        device = next(self.module.parameters()).device.type
-        return torch.autocast(device, self._autocast, cache_enabled=False)
+        return torch.autocast(self._device_type, self._autocast, cache_enabled=False)
 
     def _received(self, inputs: int) -> dict[Ref, Tensor]:
         return {ref: slots[inputs] for ref, slots in self._leaves.items()}

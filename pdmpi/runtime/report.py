@@ -3,14 +3,46 @@
 from __future__ import annotations
 
 import json
+import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from pdmpi.runtime.evaluation import Score
 
-__all__ = ["Listener", "MetricsFile", "RankReport", "SegmentReport"]
+__all__ = ["Listener", "MetricsFile", "RankReport", "SegmentReport", "StageLag"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageLag:
+    """The realised staleness of one stage's gradients, in updates between forward and update.
+
+    Attributes
+    ----------
+    stage
+        The stage.
+    max, mean
+        Over microbatches and replicas.
+    """
+
+    stage: int
+    max: int
+    mean: float
+
+    @classmethod
+    def of(cls, counts: Mapping[int, Mapping[int, int]]) -> tuple[StageLag, ...]:
+        """Return one entry a stage from microbatches by lag; stages without updates are left out."""
+        return tuple(
+            cls(
+                stage=stage,
+                max=max(found),
+                mean=sum(lag * n for lag, n in found.items()) / sum(found.values()),
+            )
+            for stage, found in sorted(counts.items())
+            if found
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +63,8 @@ class RankReport:
         What slows it down, for a person to know; empty where nothing does.
     losses
         Mean loss of each microbatch that its last stage saw.
+    lags
+        Of each of its stages, microbatches by version lag.
     """
 
     label: str
@@ -39,6 +73,7 @@ class RankReport:
     instructions: int
     note: str
     losses: Mapping[int, float]
+    lags: Mapping[int, Mapping[int, int]] = field(default_factory=dict)
 
     def to_json(self) -> bytes:
         """Encode for a message."""
@@ -48,7 +83,9 @@ class RankReport:
     def from_json(cls, data: bytes) -> RankReport:
         """Decode a message."""
         fields = json.loads(data)
-        return cls(**{**fields, "losses": {int(k): v for k, v in fields["losses"].items()}})
+        losses = {int(k): v for k, v in fields["losses"].items()}
+        lags = {int(s): {int(lag): n for lag, n in of.items()} for s, of in fields["lags"].items()}
+        return cls(**{**fields, "losses": losses, "lags": lags})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +125,15 @@ class SegmentReport:
         return dict(sorted(merged.items()))
 
     @property
+    def lags(self) -> dict[int, Counter[int]]:
+        """Microbatches by version lag, of each stage."""
+        found: dict[int, Counter[int]] = {}
+        for rank in self.ranks:
+            for stage, counts in rank.lags.items():
+                found.setdefault(stage, Counter()).update(counts)
+        return found
+
+    @property
     def loss(self) -> float:
         """Mean loss."""
         losses = self.losses
@@ -110,6 +156,14 @@ class Listener(Protocol):
         """Tell of an evaluation pass that is done."""
 
 
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 class MetricsFile:
     """Appends one JSON object a line."""
 
@@ -118,8 +172,8 @@ class MetricsFile:
         self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def write(self, kind: str, **values: object) -> None:
-        """Append a record."""
-        self._file.write(json.dumps({"kind": kind, **values}) + "\n")
+        """Append a record; numbers that JSON lacks (NaN, infinities) become null."""
+        self._file.write(json.dumps({"kind": kind, **_finite(values)}, allow_nan=False) + "\n")
 
     def close(self) -> None:
         """Close the file."""

@@ -19,13 +19,16 @@ from pdmpi.model.example import dtype_of, example_batch, microbatch_size
 from pdmpi.model.optimizer import make_optimizer
 from pdmpi.model.trace import TracedModel, trace_model
 from pdmpi.plan.plan import Plan, ScheduleChoice
+from pdmpi.plan.terms import SCHEDULES
 from pdmpi.runtime.boundary import boundary_of
 from pdmpi.runtime.gradients import GradientReducer
 from pdmpi.runtime.mailbox import Mailbox
 from pdmpi.runtime.player import Player
 from pdmpi.runtime.slots import device_memory, host_memory
+from pdmpi.runtime.softening import Softening
 from pdmpi.runtime.weights import WeightRing
 from pdmpi.schedule.program import Op, Program, Topology
+from pdmpi.schedule.staleness import version_lag
 from pdmpi.transport.base import Transport
 
 __all__ = [
@@ -112,7 +115,50 @@ def check_fit(config: RunConfig, plan: Plan, traced: TracedModel, num_ranks: int
                 f"the plan is for schedule {knob} {planned!r}, [schedule] {knob} = {asked!r}; "
                 f"set it to {planned!r} or plan again"
             )
-    InputError.collect(problems)
+    for knob in ("recompute", "extra_in_flight"):
+        planned, asked = getattr(plan.schedule, knob), getattr(config.schedule, knob)
+        if knob in config.schedule.model_fields_set and asked not in (planned, "auto"):
+            problems.append(
+                f"[schedule] {knob} = {asked!r}, but the plan has {planned!r}; leave it out or plan again"
+            )
+    if not any(layer.trainable and layer.parameters for layer in traced.graph.layers):
+        problems.append(f"[model] factory {config.model.factory!r} trains nothing; unfreeze a parameter")
+    InputError.collect([*problems, *_sharing_problems(plan), *_softening_problems(config)])
+
+
+def _sharing_problems(plan: Plan) -> list[str]:
+    """Return which parameters would become two copies that drift apart."""
+    readers: dict[str, set[int]] = {}
+    stage_of = {name: s for s, stage in enumerate(plan.stages) for name in stage.layers}
+    for layer in plan.profile.graph.layers:
+        for name in layer.parameters:
+            readers.setdefault(name, set()).add(stage_of[layer.name])
+    groups = [*plan.profile.graph.ties, *((name,) for name in readers)]
+    return [
+        f"the plan reads the shared parameter {group[0]!r} in stages {sorted(stages)}; plan again: layers "
+        "that share a parameter stay in one stage"
+        for group in groups
+        if len(stages := set().union(*(readers.get(name, set()) for name in group))) > 1
+    ]
+
+
+def _softening_problems(config: RunConfig) -> list[str]:
+    """Return why stale weights cannot be softened as the configuration asks."""
+    asked = config.schedule
+    knobs = [knob for knob in ("staleness_warmup", "weight_prediction") if getattr(asked, knob)]
+    problems = [
+        f"[schedule] {knob} = {str(getattr(asked, knob)).lower()}: schedule {asked.name!r} has no stale "
+        "weights; leave it out"
+        for knob in knobs
+        if asked.name in SCHEDULES and SCHEDULES[asked.name].flushes
+    ]
+    optimizer = config.optimizer
+    if asked.weight_prediction and not (optimizer.name == "SGD" and optimizer.args.get("momentum", 0)):
+        problems.append(
+            "[schedule] weight_prediction = true predicts by SGD's momentum, [optimizer] is "
+            f'{optimizer.name} with args = {optimizer.args}; set name = "SGD" and a momentum, or leave it out'
+        )
+    return problems
 
 
 def load_datasets(config: RunConfig) -> Datasets:
@@ -127,9 +173,9 @@ def load_datasets(config: RunConfig) -> Datasets:
     return Datasets(train, test)
 
 
-def trace_run(config: RunConfig) -> TracedModel:
-    """Trace the model of a run with its first microbatch."""
-    source, _ = example_batch(config)
+def trace_run(config: RunConfig, dataset: Dataset[Any] | None = None) -> TracedModel:
+    """Trace the model of a run with the first microbatch of its training set."""
+    source, _ = example_batch(config, dataset)
     return trace_model(config.model, source, seed=config.train.seed, dtype=dtype_of(config))
 
 
@@ -183,9 +229,11 @@ def build_rank(
             weights,
             boundary_of(stage, programs, edges, allocate),
             reducer=GradientReducer(trainable, transport, ranks, allocate) if len(ranks) > 1 else None,
+            device=device,
             scale=1.0 / training.microbatches_per_update[stage],
+            softening=_softening(config, training, stage, weights),
             graphs=_use_graphs(config, training, device, len(ranks)),
-            autocast=dtype_of(config) if config.train.dtype in ("bfloat16", "float16") else None,
+            autocast=dtype_of(config) if config.train.dtype == "bfloat16" else None,
         )
     return Rank(
         players=players,
@@ -199,11 +247,27 @@ def build_rank(
 def _use_graphs(config: RunConfig, training: Program, device: torch.device, replicas: int) -> bool:
     """Whether a stage's forwards and backwards are captured.
 
-    Sums that leave during the backward, split backwards and recomputation run eagerly.
+    Sums that leave during the backward, split backwards, recomputation and predicted weights
+    run eagerly.
     """
     ops = {int(op) for rows in training.rows for op in set(rows[:, 0].tolist())}
     eager = {Op.RECOMPUTE, Op.BACKWARD_INPUT} & ops
-    return device.type == "cuda" and config.runtime.cuda_graphs and replicas == 1 and not eager
+    if eager or config.schedule.weight_prediction:
+        return False
+    return device.type == "cuda" and config.runtime.cuda_graphs and replicas == 1
+
+
+def _softening(config: RunConfig, training: Program, stage: int, weights: WeightRing) -> Softening | None:
+    asked = config.schedule
+    if not (asked.staleness_warmup or asked.weight_prediction):
+        return None
+    return Softening(
+        weights,
+        lag=int(version_lag(training)[stage].max(initial=0)),
+        microbatches_per_update=training.microbatches_per_update[stage],
+        warmup=asked.staleness_warmup,
+        predicts=asked.weight_prediction,
+    )
 
 
 def _optimizer(config: RunConfig, masters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer | None:

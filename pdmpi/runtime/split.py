@@ -10,6 +10,7 @@ restarts at each joint towards its parameters alone.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,8 +33,8 @@ class SplitBackward:
 
     Notes
     -----
-    Where one parameter is used by two joints in series (a recurrent use of one layer), the
-    parts cannot be told apart by the engine; then `input_part` does the whole backward.
+    Where one parameter is used at two joints (a recurrent use of one layer), the parts
+    cannot be told apart by the engine; then `input_part` does the whole backward.
     """
 
     def __init__(
@@ -49,10 +50,9 @@ class SplitBackward:
             for node in nodes
             if node in self._reaches_leaf and (targets := _parameters_beside(node, self._reaches_leaf))
         }
-        uses: dict[int, int] = {}
-        for targets in self._joints.values():
-            for target in targets:
-                uses[id(target)] = uses.get(id(target), 0) + 1
+        aside = [r.grad_fn for r in roots if r.grad_fn is not None and r.grad_fn not in self._reaches_leaf]
+        beside = [*self._joints.values(), _variables(aside)]
+        uses = Counter(id(target) for targets in beside for target in targets)
         self._whole = any(count > 1 for count in uses.values())
         self._arrived: dict[Node, tuple[Tensor | None, ...]] = {}
 
@@ -132,5 +132,9 @@ def _reaching(nodes: Sequence[Node], leaves: set[int]) -> set[Node]:
 
 def _parameters_beside(node: Node, reaches_leaf: set[Node]) -> list[Tensor]:
     """Return the parameters that a node leads to without passing any path to a stage input."""
-    branches = [n for n, _ in node.next_functions if n is not None and n not in reaches_leaf]
-    return [v for n in _topological(branches) if (v := _variable(n)) is not None]
+    return _variables([n for n, _ in node.next_functions if n is not None and n not in reaches_leaf])
+
+
+def _variables(nodes: Sequence[Node]) -> list[Tensor]:
+    """Return the leaf tensors that some nodes lead to."""
+    return [v for n in _topological(nodes) if (v := _variable(n)) is not None]

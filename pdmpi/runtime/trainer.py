@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -106,9 +107,10 @@ class Trainer:
         self._device = device
         self._size = microbatch_size(config)
         self._topology = topology_of(plan)
-        traced = trace_run(config)
+        traced = trace_run(config, datasets.train)
         check_fit(config, plan, traced, transport.size)
         self._quantum = quantum_of(plan.schedule, self._topology)
+        self._check_steps()
         self.minibatches = self._minibatches_of_epoch()
         self._programs: dict[int, CheckedProgram] = {}
         self._test = self._test_program()
@@ -153,15 +155,18 @@ class Trainer:
             return None
         test = self._datasets.test
         count = len(test)  # type: ignore[arg-type]
-        scorer = Scorer(count, self._size, self._loss, self.rank.traced.unflatten)
+        unflatten = partial(self.rank.traced.unflatten, training=False)
+        scorer = Scorer(count, self._size, self._loss, unflatten)
         order = padded_order(count, self._size)
         self._run(self._test, test, order, training=False, criterion=scorer)
         score = scorer.score
-        packed = np.array([score.samples, score.loss_sum, score.correct or 0, score.predictions])
+        correct = -1 if score.correct is None else score.correct
+        packed = np.array([score.samples, score.loss_sum, correct, score.predictions])
         gathered = self._transport.gather(packed.tobytes())
         total = Score()
         for part in (np.frombuffer(data) for data in gathered):
-            total += Score(int(part[0]), float(part[1]), int(part[2]) or None, int(part[3]))
+            hits = None if part[2] < 0 else int(part[2])
+            total += Score(int(part[0]), float(part[1]), hits, int(part[3]))
         if self._transport.rank == 0:
             self._listener.evaluated(epoch, total)
         return total
@@ -288,7 +293,17 @@ class Trainer:
                 if p.graphs_refusal
             ),
             losses=losses[0] if losses else {},
+            lags={stage: dict(player.lags) for stage, player in self.rank.players.items()},
         )
+
+    def _check_steps(self) -> None:
+        steps, unit = self.config.train.steps, self._quantum
+        if steps is not None and steps % unit:
+            below = steps // unit * unit
+            raise InputError(
+                f"[train] steps = {steps} does not fill rounds over the plan's replicas; set it to "
+                + (f"{below} or {below + unit}" if below else f"{unit}")
+            )
 
     def _minibatches_of_epoch(self) -> int:
         count = len(self._datasets.train)  # type: ignore[arg-type]

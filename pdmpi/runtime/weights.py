@@ -95,6 +95,16 @@ class WeightRing:
                 parameter.data = view
             self._selected = slot
 
+    def version(self, slot: int) -> Sequence[Tensor]:
+        """Return the version in ``slot``, in the order of `parameters`."""
+        return self._views[slot]
+
+    def read(self, values: Sequence[Tensor]) -> None:
+        """Make the module's parameters read values that are in no slot."""
+        for parameter, value in zip(self._own, values, strict=True):
+            parameter.data = value
+        self._selected = -1
+
     def update(self, read: int, write: int, scale: float) -> None:
         """Step from the version in ``read`` to ``write`` with the gradients times ``scale``; clear them."""
         gradients = []

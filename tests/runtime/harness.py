@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Sequence
 from functools import cache
@@ -129,11 +130,11 @@ def state_of(training: Trainer) -> dict[str, Tensor]:
 
 
 @cache
-def _traced(factory: str, data: str, rows: int, dtype: str) -> TracedModel:
+def _traced(factory: str, args: str, data: str, rows: int, dtype: str) -> TracedModel:
     return trace_run(
         RunConfig.model_validate(
             {
-                "model": {"factory": factory},
+                "model": {"factory": factory, "args": json.loads(args)},
                 "data": {"factory": data},
                 "train": {"minibatch_size": rows, "epochs": 1, "dtype": dtype},
             }
@@ -141,10 +142,12 @@ def _traced(factory: str, data: str, rows: int, dtype: str) -> TracedModel:
     )
 
 
-def traced(config: RunConfig) -> TracedModel:
+def traced(config: RunConfig, dataset: Any = None) -> TracedModel:
     """Trace each model once: tests share what tracing does not change."""
     rows = config.train.minibatch_size // config.schedule.microbatches
-    return _traced(config.model.factory, config.data.factory, rows, config.train.dtype)
+    return _traced(
+        config.model.factory, json.dumps(config.model.args), config.data.factory, rows, config.train.dtype
+    )
 
 
 def serialise_forwards(monkeypatch: Any) -> None:

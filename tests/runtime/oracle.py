@@ -34,11 +34,35 @@ def version_rule(name: str, replicas: list[int], microbatches: int) -> Callable[
         return lambda s, k: max(k // microbatches - 1, 0)
     if name == "model-parallel":
         return lambda s, k: k // (microbatches * (replicas[s] if microbatches == 1 else 1))
+    assert name in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"), name
     return lambda s, k: k // microbatches  # everything that flushes
 
 
 def per_update(name: str, replicas: list[int], stage: int, microbatches: int) -> int:
     return replicas[stage] if microbatches == 1 else microbatches
+
+
+def newest(name: str, replicas: list[int], stage: int, microbatches: int, k: int) -> int:
+    """Updates that a stage made before the forward of microbatch k, under 1F1B."""
+    done = max(0, k // replicas[stage] - depth(replicas, stage) + 1) * replicas[stage]
+    return done // per_update(name, replicas, stage, microbatches)
+
+
+class Rates:
+    """The learning rate's factor at a stage: (lag + 1) ** (min(t / K, 1) - 1) over K updates."""
+
+    def __init__(self, lag: int, warmup: int) -> None:
+        self.lag, self.warmup = lag, warmup
+
+    def __call__(self, update: int) -> float:
+        return (self.lag + 1) ** (min(update / self.warmup, 1) - 1) if self.warmup else 1.0
+
+
+def momentum_of(optimizer: torch.optim.Optimizer | None, masters: dict[str, Tensor]) -> dict[str, Tensor]:
+    if optimizer is None:
+        return {}
+    found = {n: optimizer.state.get(p, {}).get("momentum_buffer") for n, p in masters.items()}
+    return {n: buffer.clone() for n, buffer in found.items() if buffer is not None}
 
 
 def replay(
@@ -58,7 +82,7 @@ def replay(
     size = config.train.minibatch_size // m
     order = epoch_order(len(dataset), config.train.seed, 0).tolist()
     version = version_rule(config.schedule.name, replicas, m)
-    parameters = dict(model.named_parameters())
+    parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
     masters = [
         {n: torch.nn.Parameter(p.detach().clone()) for n, p in parameters.items() if n in own}
         for own in names
@@ -69,13 +93,22 @@ def replay(
     sets = [[{n: b.clone() for n, b in buffers.items() if stage_of[n] == s} for _ in range(r)]
             for s, r in enumerate(replicas)]  # fmt: skip
     first = 0
+    counts = [per_update(config.schedule.name, replicas, s, m) for s in range(len(masters))]
+    lags = [max(k // c - version(s, k) for k in range(max(programs) * m)) for s, c in enumerate(counts)]
+    rates = [Rates(lag, config.schedule.staleness_warmup) for lag in lags]
+    lr = config.optimizer.args["lr"]
     for minibatches in programs:
         old = [[{n: p.detach().clone() for n, p in of.items()}] for of in masters]
+        moves = [[momentum_of(*pair)] for pair in zip(optimizers, masters, strict=True)]
         sums: list[dict[str, Tensor]] = [{} for _ in masters]
         for k in range(minibatches * m):
             for s, of in enumerate(old):
+                ahead, made = k // counts[s] - version(s, k), newest(config.schedule.name, replicas, s, m, k)
                 for n, value in of[version(s, k)].items():
                     parameters[n].data.copy_(value)
+                    if config.schedule.weight_prediction and n in moves[s][made]:
+                        rate = lr * rates[s](first // counts[s] + made)
+                        parameters[n].data.sub_(ahead * rate * moves[s][made][n])
                 for n, value in sets[s][k % replicas[s]].items():
                     buffers[n].copy_(value)
             rows = order[(first + k) * size : (first + k + 1) * size]
@@ -89,16 +122,20 @@ def replay(
                 for n in own[k % replicas[s]]:
                     own[k % replicas[s]][n] = buffers[n].clone()
             for n, g in zip(parameters, gradients, strict=True):
+                if g is None:
+                    continue
                 held = sums[stage_of[n]]
                 held[n] = held[n] + g if n in held else g
             for s, of in enumerate(masters):
-                count = per_update(config.schedule.name, replicas, s, m)
+                count = counts[s]
                 if (k + 1) % count == 0:
                     for n, p in of.items():
-                        p.grad = sums[s][n] / count
+                        p.grad = sums[s][n] / count if n in sums[s] else None
                     sums[s] = {}
                     if optimizers[s] is not None:
+                        optimizers[s].param_groups[0]["lr"] = lr * rates[s]((first + k) // count)
                         optimizers[s].step()
+                    moves[s].append(momentum_of(optimizers[s], of))
                     old[s].append({n: p.detach().clone() for n, p in of.items()})
         for own in sets:  # drained: running statistics are averaged over the replicas
             for n in own[0]:
@@ -107,6 +144,7 @@ def replay(
                     for of in own:
                         of[n] = mean.clone()
         first += minibatches * m
-    found = {n: p.detach() for of in masters for n, p in of.items()}
+    found = {n: p.detach() for n, p in model.named_parameters()}  # the frozen ones stay
+    found.update({n: p.detach() for of in masters for n, p in of.items()})
     found.update({n: b for own in sets for n, b in own[0].items()})
     return found

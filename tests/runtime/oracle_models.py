@@ -69,3 +69,68 @@ def tokens(split: str = "train", samples: int = 48) -> TensorDataset:
     chosen = slice(0, samples) if split == "train" else slice(samples, samples + 13)
     rows = torch.from_numpy(found.images[chosen]).long()[:, :, 3]
     return TensorDataset(rows, torch.from_numpy(found.target[chosen]))
+
+
+class Unused(nn.Module):
+    """Holds a parameter that no forward reads."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+        self.spare = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.layer(x))
+
+
+class FixedStatistics(nn.Module):
+    """A block whose BatchNorm stays in evaluation, as fine-tuning has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3, padding=1)
+        self.norm = nn.BatchNorm2d(4)
+
+    def train(self, mode: bool = True) -> nn.Module:
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.norm(self.conv(x)))
+
+
+def unused() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), Unused(64), nn.Dropout(0.1), Unused(64), nn.Linear(64, 10))
+
+
+def frozen(everything: bool = False) -> nn.Module:
+    model = conv()
+    for name, parameter in model.named_parameters():
+        if everything or name.startswith(("0.", "1.", "3.")):
+            parameter.requires_grad_(False)
+    return model
+
+
+def fixed_statistics() -> nn.Module:
+    return nn.Sequential(FixedStatistics(), nn.Tanh(), nn.Flatten(), nn.Linear(256, 10))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(64, 32, bias=False)
+        self.inner = nn.Linear(32, 32)
+        self.back = nn.Linear(32, 64, bias=False)
+        self.back.weight = nn.Parameter(torch.zeros(64, 32))
+        self.again = nn.Linear(64, 32, bias=False)
+        self.again.weight = self.embed.weight
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.inner(self.embed(x.flatten(1))))
+        return self.head(self.again(self.back(y)))
+
+
+def tied() -> nn.Module:
+    return Tied()

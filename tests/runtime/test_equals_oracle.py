@@ -48,7 +48,8 @@ def test_whatever_the_timing_of_threads(seed: int, rendezvous: bool) -> None:
 @pytest.mark.parametrize(
     ("schedule", "replicas"),
     [(schedule, shape) for schedule in ("pipedream-vsync", "2bw", "gpipe", "1f1b") for shape in SHAPES[1:8]]
-    + [(schedule, shape) for schedule in ("zb-h1", "model-parallel") for shape in SHAPES[1:4]]
+    + [("zb-h1", shape) for shape in (*SHAPES[1:4], [2, 1], [2, 2])]
+    + [("model-parallel", shape) for shape in SHAPES[1:4]]
     + [("data-parallel", [2]), ("data-parallel", [4])],
     ids=str,
 )
