@@ -49,8 +49,6 @@ class Player:
         parameters' own.
     graphs
         Replay CUDA graphs of forward and backward where that is possible.
-    device
-        Where it computes.
     scale
         Factor on the gradients before an update: one over the microbatches that it averages.
     softening
@@ -64,7 +62,6 @@ class Player:
         boundary: Boundary,
         *,
         reducer: GradientReducer | None,
-        device: torch.device,
         scale: float,
         autocast: torch.dtype | None = None,
         graphs: bool = False,
@@ -74,7 +71,6 @@ class Player:
         self.weights = weights
         self.boundary = boundary
         self._reducer = reducer
-        self._device_type = device.type
         self._scale = scale
         self._autocast = autocast
         self._softening = softening
@@ -209,7 +205,7 @@ class Player:
         """Return where the backward starts, with which gradients, and the microbatch's loss."""
         roots: list[Tensor] = []
         gradients: list[Tensor | None] = []
-        if run.loss is not None and run.loss.requires_grad:
+        if run.loss is not None:
             roots.append(run.loss)
             gradients.append(None)
         self._fed.pop(k, None)
@@ -261,7 +257,8 @@ class Player:
     def _precision(self) -> AbstractContextManager[Any]:
         if self._autocast is None:
             return nullcontext()
-        return torch.autocast(self._device_type, self._autocast, cache_enabled=False)
+        device = next(self.module.parameters()).device.type
+        return torch.autocast(device, self._autocast, cache_enabled=False)
 
     def _received(self, inputs: int) -> dict[Ref, Tensor]:
         return {ref: slots[inputs] for ref, slots in self._leaves.items()}
