@@ -171,10 +171,6 @@ class _Shown:
 
     def segment(self, report: SegmentReport) -> None:
         """Keep a program's report."""
-        earlier = {rank.note for rank in self._reports[-1].ranks} if self._reports else {""}
-        for note in dict.fromkeys(rank.note for rank in report.ranks):
-            if note not in earlier:
-                self.notice(note)
         self._reports.append(report)
         parts = self._run.schedule.microbatches
         for k, loss in report.losses.items():

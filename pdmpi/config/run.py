@@ -110,8 +110,6 @@ class TransportConfig(_Table):
 class RuntimeConfig(_Table):
     """``[runtime]``: how ranks run their programs."""
 
-    cuda_graphs: bool = True
-    """Replay forwards and backwards as CUDA graphs on GPUs, where shapes are static."""
     stall_timeout_s: float = Field(default=300.0, gt=0)
     """Seconds without any progress of a transfer after which the job is ended."""
 

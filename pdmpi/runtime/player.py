@@ -16,7 +16,6 @@ from pdmpi.model.stage import StageModule
 from pdmpi.runtime.boundary import Boundary
 from pdmpi.runtime.feed import Batch, Feed
 from pdmpi.runtime.gradients import GradientReducer
-from pdmpi.runtime.graphs import GraphedRun, StageGraphs
 from pdmpi.runtime.run import StageRun
 from pdmpi.runtime.softening import Softening
 from pdmpi.runtime.split import SplitBackward
@@ -47,8 +46,8 @@ class Player:
     autocast
         Sixteen-bit type that forwards compute in where that is safe; None computes in the
         parameters' own.
-    graphs
-        Replay CUDA graphs of forward and backward where that is possible.
+    device
+        Where it computes.
     scale
         Factor on the gradients before an update: one over the microbatches that it averages.
     softening
@@ -62,19 +61,19 @@ class Player:
         boundary: Boundary,
         *,
         reducer: GradientReducer | None,
+        device: torch.device,
         scale: float,
         autocast: torch.dtype | None = None,
-        graphs: bool = False,
         softening: Softening | None = None,
     ) -> None:
         self.module = module
         self.weights = weights
         self.boundary = boundary
         self._reducer = reducer
+        self._device_type = device.type
         self._scale = scale
         self._autocast = autocast
         self._softening = softening
-        self._accumulates = scale != 1.0
         self._feed: Feed | None = None
         self._criterion: Criterion | None = None
         self._first = 0
@@ -86,10 +85,6 @@ class Player:
         """Microbatches of the program by the updates that their stage made between forward and update."""
         self._used: list[int] = []
         self._leaves = _leaves(boundary)
-        self._graphs: StageGraphs | None = None
-        if graphs:
-            parameters = list(weights.parameters.values())
-            self._graphs = StageGraphs(parameters, lambda *values: self._compute(*values, recompute=False))
 
     def begin(
         self, training: bool, feed: Feed | None, criterion: Criterion | None, first: int = 0
@@ -118,13 +113,6 @@ class Player:
         self.lags.clear()
         if self._softening is not None and training:
             self._softening.begin(first)
-        if self._graphs is not None:
-            self._graphs.begin()
-
-    @property
-    def graphs_refusal(self) -> str:
-        """Why the stage's forwards run kernel by kernel although graphs were asked for."""
-        return self._graphs.refusal if self._graphs is not None else ""
 
     def forward(self, k: int, version: int, weights: int, inputs: int, output: int, saved: int) -> None:
         """Run the stage forward and fill its output slot."""
@@ -134,12 +122,11 @@ class Player:
             self._softening.forward(k, version, weights)
         else:
             self.weights.select(weights)
-        run = self._graphed(k, inputs, weights, saved) or self._run(k, inputs, keep=saved != NO_SLOT)
+        run = self._run(k, inputs, keep=saved != NO_SLOT)
         if self._criterion is not None:
             assert run.loss is not None
             loss = run.loss.detach()
-            # No wait for a device; a copy, since a graph's next replay writes the same tensor.
-            self.losses[k] = float(loss) if loss.device.type == "cpu" else loss.clone()
+            self.losses[k] = float(loss) if loss.device.type == "cpu" else loss  # no wait for a device
         if saved != NO_SLOT:
             self._saved[saved] = run
         elif not self.module.training:
@@ -160,11 +147,7 @@ class Player:
         self._select_again(k, weights)
         run = self._saved.pop(saved)
         roots, gradients, loss = self._roots(run, k, grad_in)
-        if isinstance(run, GraphedRun):
-            run.backward(roots, gradients)
-            if self._accumulates:
-                run.keep_gradients()
-        elif roots:
+        if roots:
             torch.autograd.backward(roots, gradients)
         self._send_back(run, k, version, loss, grad_out)
         if self._softening is not None:
@@ -205,7 +188,7 @@ class Player:
         """Return where the backward starts, with which gradients, and the microbatch's loss."""
         roots: list[Tensor] = []
         gradients: list[Tensor | None] = []
-        if run.loss is not None:
+        if run.loss is not None and run.loss.requires_grad:
             roots.append(run.loss)
             gradients.append(None)
         self._fed.pop(k, None)
@@ -257,25 +240,12 @@ class Player:
     def _precision(self) -> AbstractContextManager[Any]:
         if self._autocast is None:
             return nullcontext()
-        device = next(self.module.parameters()).device.type
-        return torch.autocast(device, self._autocast, cache_enabled=False)
-
-    def _received(self, inputs: int) -> dict[Ref, Tensor]:
-        return {ref: slots[inputs] for ref, slots in self._leaves.items()}
-
-    def _graphed(self, k: int, inputs: int, weights: int, saved: int) -> GraphedRun | None:
-        if self._graphs is None or saved == NO_SLOT or not self.module.training:
-            return None
-        fed = self._fed.get(k, _NOTHING_FED)
-        return self._graphs.forward(weights, saved, self._received(inputs), fed, k)
+        return torch.autocast(self._device_type, self._autocast, cache_enabled=False)
 
     def _run(self, k: int, inputs: int, *, keep: bool, recompute: bool = False) -> StageRun:
         fed = self._fed.get(k, _NOTHING_FED)
-        with torch.set_grad_enabled(keep):
-            return self._compute(self._received(inputs), fed, k, recompute=recompute)
-
-    def _compute(self, leaves: Mapping[Ref, Tensor], fed: Batch, k: int, *, recompute: bool) -> StageRun:
-        with self._precision():
+        with torch.set_grad_enabled(keep), self._precision():
+            leaves = {ref: slots[inputs] for ref, slots in self._leaves.items()}
             outputs = self.module({**fed.inputs, **leaves}, self._first + k, recompute)
             loss = None if self._criterion is None else self._criterion(outputs, fed.target, k)
         return StageRun(leaves, outputs, loss)

@@ -59,8 +59,6 @@ class RankReport:
         Seconds in waits.
     instructions
         Instructions that it ran.
-    note
-        What slows it down, for a person to know; empty where nothing does.
     losses
         Mean loss of each microbatch that its last stage saw.
     lags
@@ -71,7 +69,6 @@ class RankReport:
     compute_s: float
     wait_s: float
     instructions: int
-    note: str
     losses: Mapping[int, float]
     lags: Mapping[int, Mapping[int, int]] = field(default_factory=dict)
 

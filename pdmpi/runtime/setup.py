@@ -27,7 +27,7 @@ from pdmpi.runtime.player import Player
 from pdmpi.runtime.slots import device_memory, host_memory
 from pdmpi.runtime.softening import Softening
 from pdmpi.runtime.weights import WeightRing
-from pdmpi.schedule.program import Op, Program, Topology
+from pdmpi.schedule.program import Program, Topology
 from pdmpi.schedule.staleness import version_lag
 from pdmpi.transport.base import Transport
 
@@ -232,7 +232,6 @@ def build_rank(
             device=device,
             scale=1.0 / training.microbatches_per_update[stage],
             softening=_softening(config, training, stage, weights),
-            graphs=_use_graphs(config, training, device, len(ranks)),
             autocast=dtype_of(config) if config.train.dtype == "bfloat16" else None,
         )
     return Rank(
@@ -241,32 +240,6 @@ def build_rank(
         traced=traced,
         reads_input={s: any(name in inputs for name in plan.stages[s].layers) for s in players},
         computes_loss={s: s == last for s in players},
-    )
-
-
-def _use_graphs(config: RunConfig, training: Program, device: torch.device, replicas: int) -> bool:
-    """Whether a stage's forwards and backwards are captured.
-
-    Sums that leave during the backward, split backwards, recomputation and predicted weights
-    run eagerly.
-    """
-    ops = {int(op) for rows in training.rows for op in set(rows[:, 0].tolist())}
-    eager = {Op.RECOMPUTE, Op.BACKWARD_INPUT} & ops
-    if eager or config.schedule.weight_prediction:
-        return False
-    return device.type == "cuda" and config.runtime.cuda_graphs and replicas == 1
-
-
-def _softening(config: RunConfig, training: Program, stage: int, weights: WeightRing) -> Softening | None:
-    asked = config.schedule
-    if not (asked.staleness_warmup or asked.weight_prediction):
-        return None
-    return Softening(
-        weights,
-        lag=int(version_lag(training)[stage].max(initial=0)),
-        microbatches_per_update=training.microbatches_per_update[stage],
-        warmup=asked.staleness_warmup,
-        predicts=asked.weight_prediction,
     )
 
 

@@ -287,11 +287,6 @@ class Trainer:
             compute_s=_sum_over(rows, spent, _COMPUTE),
             wait_s=_sum_over(rows, spent, _WAITS),
             instructions=len(rows),
-            note="; ".join(
-                f"stage {s} runs without CUDA graphs: {p.graphs_refusal}"
-                for s, p in self.rank.players.items()
-                if p.graphs_refusal
-            ),
             losses=losses[0] if losses else {},
             lags={stage: dict(player.lags) for stage, player in self.rank.players.items()},
         )
