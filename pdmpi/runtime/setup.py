@@ -243,5 +243,18 @@ def build_rank(
     )
 
 
+def _softening(config: RunConfig, training: Program, stage: int, weights: WeightRing) -> Softening | None:
+    asked = config.schedule
+    if not (asked.staleness_warmup or asked.weight_prediction):
+        return None
+    return Softening(
+        weights,
+        lag=int(version_lag(training)[stage].max(initial=0)),
+        microbatches_per_update=training.microbatches_per_update[stage],
+        warmup=asked.staleness_warmup,
+        predicts=asked.weight_prediction,
+    )
+
+
 def _optimizer(config: RunConfig, masters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer | None:
     return make_optimizer(config.optimizer, masters.values()) if masters else None
