@@ -52,7 +52,7 @@ def test_an_exception_is_named(mpi: str) -> None:
 def test_an_exit_in_the_middle_of_the_run_is_named(mpi: str, asked: int, expected: int) -> None:
     code, lines = run(f"exit-{asked}", mpi)
     assert code == expected
-    assert len(lines) == 1
+    assert len(set(lines)) == 1  # MPICH's launcher was seen to forward a line twice
     assert lines[0].startswith("pdmpi: error: rank 1 (stage 1, replica 0, host ")
     assert f"called sys.exit({asked}) in the middle of the run" in lines[0]
 
