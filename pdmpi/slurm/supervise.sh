@@ -15,6 +15,11 @@ status() {
   sed -n 's/^{"status": "\([a-z]*\)".*"job": "'"$SLURM_JOB_ID"'", "restarts": '"$restarts"'}$/\1/p' \
     "$run_dir/status.json" 2>/dev/null
 }
+# Somebody ended the job before its time; nobody wants it back.
+cancelled() {
+  [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T 2>/dev/null)" = COMPLETING ] &&
+    { [ -z "$limit" ] || [ "$(date +%s)" -lt $((limit - 5)) ]; }
+}
 newest() { ls "$run_dir/checkpoints" 2>/dev/null | grep '^step-' | tail -n 1; }
 alive() { [ -n "$launcher" ] && kill -0 "$launcher" 2>/dev/null; }
 
@@ -30,6 +35,8 @@ trap 'stop USR1' USR1
 trap 'stop USR2' USR2
 trap 'stop TERM' TERM
 
+limit=$(SLURM_TIME_FORMAT=standard squeue -h -j "$SLURM_JOB_ID" -o %e 2>/dev/null)
+limit=$(date -d "${limit:-none}" +%s 2>/dev/null)
 before=$(newest)
 code=0
 if [ -z "$stopped_early" ]; then
@@ -48,6 +55,10 @@ case $status in
   failed) exit $((code ? code : 1)) ;;
 esac
 [ "$code" = 2 ] && exit 2
+if cancelled; then
+  echo "== cancelled: not requeued"
+  exit $((code ? code : 1))
+fi
 if [ "$restarts" -ge "$max_restarts" ]; then
   echo "== requeued $restarts times already (max_restarts = $max_restarts): giving up"
   exit $((code ? code : 1))

@@ -1,6 +1,6 @@
 """Stands for `pdmpi train` in tests of the batch script: ranks that end in a given way at each start.
 
-Arguments: the run's directory, then what happens at start 0, 1, ...
+Arguments: the run's directory, then what happens at start 0, 1, ... (the last one again and again)
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pdmpi.slurm.signals import StopRequest
 
 def main() -> None:
     run_dir, job = Path(sys.argv[1]), JobEnvironment.of(os.environ)
-    what, world = sys.argv[2 + job.restarts], MPI.COMM_WORLD
+    what, world = sys.argv[2:][: job.restarts + 1][-1], MPI.COMM_WORLD
     if world.size != int(os.environ["EXPECTED_RANKS"]):
         raise SystemExit(f"{world.size} ranks")
 

@@ -73,7 +73,8 @@ def test_the_chain_is_stopped_in_the_middle_and_ends_with_one_whole_curve(slurm,
     slurm.run("scancel", "--signal=USR1", "--batch", train)
     job = slurm.wait(train, "COMPLETED", "FAILED", "CANCELLED", timeout_s=200)
     log = (run_dir / "job.log").read_text()
-    assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "1"), log
+    assert job["JobState"] == "COMPLETED", log
+    assert int(job["Restarts"]) >= 1
     assert "the run is requeue" in log
     assert "resumed from" in log
     curve = [(epoch, minibatch) for epoch, minibatch, _ in losses(run_dir)]
