@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from types import ModuleType
@@ -43,6 +44,7 @@ def _leave_world(mpi: ModuleType, code: int, message: str) -> None:
             print(f"{message} [rank {world.rank}]", file=sys.stderr, flush=True)
             time.sleep(_FORWARD_S)
             world.Abort(code)
+            os._exit(code)  # should an abort return after all
         time.sleep(0.01)
     earlier = world.allgather(message)[: world.rank]
     if message and message not in earlier:
