@@ -101,6 +101,7 @@ def command(
                 position = trainer.epoch(position, keeper.drained)
                 if run.train.evaluate_every and (epoch + 1) % run.train.evaluate_every == 0:
                     trainer.evaluate(epoch)
+                    keeper.drained(position)  # a pass may take long, and a signal come meanwhile
             keeper.finish(position)
             shown.close(as_json)
     transport.close()

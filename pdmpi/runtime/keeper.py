@@ -75,6 +75,7 @@ class Keeper:
         self._writer: CheckpointWriter | None = None
         self._last_saved = -1
         self._last_save_s = self._last_drain_s = time.monotonic()
+        self._longest_s = 0.0
 
     def start(self, resume: str, init: Path | None) -> Position:
         """Bring the trainer to where the run is, and say that it is running.
@@ -127,8 +128,9 @@ class Keeper:
             On every rank, after the checkpoint is on disk.
         """
         now = time.monotonic()
-        since_drain_s, self._last_drain_s = now - self._last_drain_s, now
-        ahead_s = since_drain_s + (self._writer.duration_s if self._writer else 0.0)
+        self._longest_s = max(self._longest_s, now - self._last_drain_s)
+        self._last_drain_s = now
+        ahead_s = self._longest_s + (self._writer.duration_s if self._writer else 0.0)
         reasons = [text.decode() for text in self._transport.gather(self._stop.reason(ahead_s).encode())]
         due = now - self._last_save_s >= self._config.checkpoint.every_s
         decision = json.dumps([next(filter(None, reasons), ""), due]).encode()
