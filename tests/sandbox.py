@@ -48,28 +48,29 @@ class Sandbox:
         shown = self.run("scontrol", "show", "job", "-o", number).split()
         return dict(part.partition("=")[::2] for part in shown)
 
-    def start_now(self, number: str) -> None:
-        """Do not wait out the two minutes that Slurm holds a requeued job back.
+    def start_now(self, number: str) -> bool:
+        """Do not wait out the two minutes that Slurm holds a requeued job back; tell whether it agreed.
 
-        Slurm refuses to start a job again within the second in which it was killed.
+        Slurm refuses to start a job again within the second in which it was killed, and to
+        change one that is not wholly gone from its nodes.
         """
-        self.run("scontrol", "update", f"JobId={number}", "StartTime=now+2", check=False)
+        update = ["scontrol", "update", f"JobId={number}", "StartTime=now+2"]
+        return not subprocess.run(update, env=self.environment, capture_output=True, timeout=60).returncode
 
     def wait(self, number: str, *states: str, timeout_s: float = 60.0) -> dict[str, str]:
         """Wait until a job is in one of the states; a requeued job is started at once."""
-        deadline, hastened = time.monotonic() + timeout_s, False
+        deadline, hasten_again = time.monotonic() + timeout_s, 0.0
         while True:
             job = self.job(number)
             if job["JobState"] in states:
                 return job
             held = job["JobState"] == "PENDING" and job["Reason"] == "BeginTime"
-            if held and not hastened:
-                self.start_now(number)
-            hastened = held
+            if held and time.monotonic() > hasten_again and self.start_now(number):
+                hasten_again = time.monotonic() + 6
             if time.monotonic() > deadline:
                 log = Path(job["StdOut"])
                 shown = log.read_text() if log.is_file() else "(no log)"
-                pytest.fail(f"job {number} is {job['JobState']}, not {states}:\n{shown}")
+                pytest.fail(f"job {number} is {job['JobState']} ({job['Reason']}), not {states}:\n{shown}")
             time.sleep(0.1)
 
 
