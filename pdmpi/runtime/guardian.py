@@ -35,23 +35,29 @@ def state_of(pid: int) -> str:
 
 
 class _Rank:
-    """A process to watch: its pidfd where the system has such a thing, and its last words."""
+    """A process to watch, and its last words.
 
-    def __init__(self, name: str, pid: int, words: int) -> None:
+    Its end of a pipe closes at the start of its exit, together with its connections to the
+    launcher and before the launcher can end anyone for it.  Its pidfd, where the system has
+    such a thing, tells of the end of its exit, also when a child of its holds the pipe open.
+    """
+
+    def __init__(self, name: str, pid: int, words: int, pipe: int) -> None:
         self.name = name
         self._pid = pid
         self._words = os.open(f"/proc/{pid}/fd/{words}", os.O_RDONLY)
+        self.pipe = os.open(f"/proc/{pid}/fd/{pipe}", os.O_RDONLY | os.O_NONBLOCK)
         self.descriptor: int | None = None
         try:
             self.descriptor = os.pidfd_open(pid)
         except (AttributeError, OSError):
             pass
 
-    def ended(self) -> bool:
-        """Whether it ended, without waiting."""
-        if self.descriptor is None:
-            return state_of(self._pid) in ("", "Z", "X")
-        return bool(select.select([self.descriptor], [], [], 0)[0])
+    def is_told_by(self, descriptor: int | None) -> bool:
+        """Whether its end is what a descriptor became ready for; without a pidfd it is looked at, too."""
+        if descriptor is not None and descriptor in (self.pipe, self.descriptor):
+            return True
+        return self.descriptor is None and state_of(self._pid) in ("", "Z", "X")
 
     def last_words(self) -> bytes:
         """What it left to be read: `DONE`, `TOLD` or nothing."""
@@ -68,26 +74,59 @@ class _Rank:
             pass
 
 
+class _Waiter:
+    """Waits for descriptors and tells the one that was ready first.
+
+    A launcher ends the others within milliseconds of a death; epoll keeps the order.
+    """
+
+    def __init__(self) -> None:
+        self._epoll = select.epoll() if hasattr(select, "epoll") else None
+        self._descriptors: list[int] = []
+
+    def add(self, descriptor: int) -> None:
+        """Wait for one more."""
+        self._descriptors.append(descriptor)
+        if self._epoll is not None:
+            self._epoll.register(descriptor, select.EPOLLIN)
+
+    def remove(self, descriptor: int) -> None:
+        """Wait for one less."""
+        self._descriptors.remove(descriptor)
+        if self._epoll is not None:
+            self._epoll.unregister(descriptor)
+
+    def first(self, timeout_s: float | None) -> int | None:
+        """Return the descriptor that was ready first, None after the timeout."""
+        if self._epoll is not None:
+            ready = [fd for fd, _ in self._epoll.poll(timeout_s, 1)]
+        else:
+            ready = select.select(self._descriptors, [], [], timeout_s)[0]
+        return ready[0] if ready else None
+
+
 def _guard(ranks: list[_Rank], commands: int) -> None:
     """Return when the run ended in order or no rank is left."""
     deadline: float | None = None
-    poll = select.poll()
-    poll.register(commands, select.POLLIN)
+    waiter = _Waiter()
+    waiter.add(commands)
     for rank in ranks:
+        waiter.add(rank.pipe)
         if rank.descriptor is not None:
-            poll.register(rank.descriptor, select.POLLIN)
+            waiter.add(rank.descriptor)
     blind = any(rank.descriptor is None for rank in ranks)
     while ranks:
-        events = dict(poll.poll(_POLL_S * 1000 if blind or deadline is not None else None))
-        if events.get(commands, 0) & select.POLLIN and os.read(commands, 1):
-            return
-        if commands in events:
-            poll.unregister(commands)
-        ended = [rank for rank in ranks if rank.ended()]
+        first = waiter.first(_POLL_S if blind or deadline is not None else None)
+        if first == commands:
+            if os.read(commands, 1):
+                return
+            waiter.remove(commands)
+        ended = [rank for rank in ranks if rank.is_told_by(first)]
         for rank in ended:
             ranks.remove(rank)
+            waiter.remove(rank.pipe)
             if rank.descriptor is not None:
-                poll.unregister(rank.descriptor)
+                waiter.remove(rank.descriptor)
         failed = [rank for rank in ended if rank.last_words() != DONE]
         died = [rank for rank in failed if rank.last_words() != TOLD]
         if died and deadline is None:
@@ -115,9 +154,9 @@ def main() -> None:
             return
         line += byte
     ranks = []
-    for name, pid, words in json.loads(line):
+    for name, pid, words, pipe in json.loads(line):
         try:
-            ranks.append(_Rank(name, pid, words))
+            ranks.append(_Rank(name, pid, words, pipe))
         except OSError:
             continue  # the system hides it from us, so it cannot be watched
     os.write(1, b"r")

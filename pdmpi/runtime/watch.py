@@ -37,6 +37,8 @@ class Peer:
         Process id.
     words
         Descriptor of the file that holds its last words.
+    pipe
+        Descriptor of a pipe that only its own exit closes.
     """
 
     label: str
@@ -44,6 +46,7 @@ class Peer:
     space: str
     pid: int
     words: int
+    pipe: int
 
 
 class Watch:
@@ -67,9 +70,10 @@ class Watch:
     def __init__(self, transport: Transport, label: str) -> None:
         self._transport = transport
         self._words = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 (closed in __exit__)
+        self._pipe = os.pipe()
         host = socket.gethostname()
         space = f"{host}:{_pid_namespace()}"
-        me = Peer(label, host, space, os.getpid(), self._words.fileno())
+        me = Peer(label, host, space, os.getpid(), self._words.fileno(), self._pipe[0])
         everyone = transport.gather(json.dumps(asdict(me)).encode())
         table = transport.broadcast(b"[" + b",".join(everyone) + b"]")
         self.peers = [Peer(**peer) for peer in json.loads(table)]
@@ -99,6 +103,8 @@ class Watch:
         if self._guardian is not None:
             self._guardian.communicate(b"e")
         self._words.close()
+        for end in self._pipe:
+            os.close(end)
 
     def _start_guardian(self) -> subprocess.Popen[bytes]:
         program = Path(__file__).with_name("guardian.py")
@@ -106,7 +112,8 @@ class Watch:
             [sys.executable, "-I", "-S", str(program)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
         )  # fmt: skip
-        watched = [(self.describe(rank), self.peers[rank].pid, self.peers[rank].words) for rank in self._near]
+        near = [(rank, self.peers[rank]) for rank in self._near]
+        watched = [(self.describe(rank), peer.pid, peer.words, peer.pipe) for rank, peer in near]
         assert guardian.stdin is not None
         assert guardian.stdout is not None
         guardian.stdin.write(json.dumps(watched).encode() + b"\n")

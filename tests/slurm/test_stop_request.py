@@ -51,7 +51,9 @@ with StopRequest(["USR1"], notice=lambda line: os.write(1, (line + "\\n").encode
     os.write(1, b"ready\\n")
     # PyDLL keeps the interpreter's lock out of it: what blocks is this thread, as in MPI_Wait.
     libc = ctypes.CDLL(None)
-    libc.pause() or [libc.sleep(2) for _ in range(2)]
+    end = time.monotonic() + 1.5
+    while time.monotonic() < end:
+        libc.sleep(2)  # a signal ends it early
     os.write(1, f"back {stop.reason()}\\n".encode())
 """
 
