@@ -6,7 +6,7 @@ Both ends walk the same order, which follows from the seed and the epoch alone.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
-from torch.utils.data.dataloader import default_collate
+from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from pdmpi.errors import PdmpiError
 from pdmpi.graph import Ref
 from pdmpi.model.example import cast_floating
 from pdmpi.model.keys import seed_of
+from pdmpi.model.tree import map_tree
 
 __all__ = ["Batch", "Feed", "epoch_order", "feed", "padded_order"]
 
@@ -95,26 +95,27 @@ def feed(
         random numbers follow from them before each microbatch is fetched, so that random
         augmentations are the same at both ends, under any plan, and in a resumed run.
     """
-    numbers = list(microbatches)
-    indices = [order[k * microbatch_size : (k + 1) * microbatch_size].tolist() for k in numbers]
-    # A generator of its own: the loader would draw from torch's, which dropout masks come from.
-    loader: DataLoader[Any] = DataLoader(
-        dataset, batch_sampler=_Fixed(indices), collate_fn=_collate, generator=torch.Generator(),
-        pin_memory=device.type == "cuda",
-    )  # fmt: skip
-    batches = iter(loader)
-    due = iter(numbers)
+    fetch = _fetcher(dataset)
+    may_draw = type(dataset) is not TensorDataset
+    due = iter(list(microbatches))
 
     def take(k: int) -> Batch:
         expected = next(due)
         if k != expected:
             raise PdmpiError(f"the data feed is at microbatch {expected}, the program at {k}")
-        _seed_everything(seed_of(seed, "data", first + k))
-        value, target = next(batches)
+        if may_draw:
+            _seed_everything(seed_of(seed, "data", first + k))
+        value, target = fetch(order[k * microbatch_size : (k + 1) * microbatch_size])
+        if device.type == "cuda":
+            value, target = map_tree(_pinned, (value, target))
         inputs = {} if flatten is None else flatten(cast_floating(value, dtype, device))
         return Batch(inputs, cast_floating(target, dtype, device) if with_target else None)
 
     return take
+
+
+def _pinned(leaf: Any) -> Any:
+    return leaf.pin_memory() if isinstance(leaf, Tensor) else leaf
 
 
 def _seed_everything(seed: int) -> None:
@@ -123,19 +124,20 @@ def _seed_everything(seed: int) -> None:
     torch.default_generator.manual_seed(seed)  # torch.manual_seed takes 0.4 ms: it visits every back end
 
 
-class _Fixed:
-    """Batches of indices in an order given beforehand."""
+def _fetcher(dataset: Dataset[Any]) -> Callable[[NDArray[np.int64]], Any]:
+    """Return what takes and stacks samples as torch's `DataLoader` does, in this process.
 
-    def __init__(self, indices: Sequence[list[int]]) -> None:
-        self._indices = indices
+    A dataset that takes whole batches (``__getitems__``) may stack them itself; of a
+    `TensorDataset` all rows are taken at once.
+    """
+    if type(dataset) is TensorDataset:
+        tensors = dataset.tensors
+        return lambda indices: [tensor.index_select(0, torch.from_numpy(indices)) for tensor in tensors]
 
-    def __iter__(self) -> Iterator[list[int]]:
-        return iter(self._indices)
+    def fetch(indices: NDArray[np.int64]) -> Any:
+        chosen = indices.tolist()
+        whole = getattr(dataset, "__getitems__", None)
+        samples = [dataset[i] for i in chosen] if whole is None else whole(chosen)
+        return default_collate(samples) if isinstance(samples, list) else samples
 
-    def __len__(self) -> int:
-        return len(self._indices)
-
-
-def _collate(samples: Any) -> Any:
-    """Stack samples; a dataset that fetches whole batches (``__getitems__``) may stack them itself."""
-    return default_collate(samples) if isinstance(samples, list) else samples
+    return fetch

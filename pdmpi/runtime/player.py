@@ -244,7 +244,7 @@ class Player:
 
     def _run(self, k: int, inputs: int, *, keep: bool, recompute: bool = False) -> StageRun:
         fed = self._fed.get(k, _NOTHING_FED)
-        with torch.set_grad_enabled(keep), self._precision():
+        with nullcontext() if keep else torch.no_grad(), self._precision():
             leaves = {ref: slots[inputs] for ref, slots in self._leaves.items()}
             outputs = self.module({**fed.inputs, **leaves}, self._first + k, recompute)
             loss = None if self._criterion is None else self._criterion(outputs, fed.target, k)

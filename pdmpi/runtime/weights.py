@@ -110,27 +110,29 @@ class WeightRing:
         gradients = []
         for parameter, master in zip(self._own, self._masters.values(), strict=True):
             gradient = parameter.grad
-            master.grad = None if gradient is None else gradient.to(master.dtype)
+            if gradient is None:
+                continue
             parameter.grad = None
-            if master.grad is not None:
-                gradients.append(master.grad)
-        with torch.no_grad():
-            if scale != 1.0 and gradients:
-                torch._foreach_mul_(gradients, scale)
-            if not self._rounds:
-                self._move(read, write)
-            if self.optimizer is not None:
-                self.optimizer.step()
             if self._rounds:
+                gradient = gradient.to(master.dtype)
+            master.grad = gradient
+            gradients.append(gradient)
+        if scale != 1.0 and gradients:
+            torch._foreach_mul_(gradients, scale)
+        if not self._rounds:
+            self._move(read, write)
+        if self.optimizer is not None:
+            self.optimizer.step()
+        if self._rounds:
+            with torch.no_grad():
                 torch._foreach_copy_(self._views[write], list(self._masters.values()))
-                self._newest = write
+            self._newest = write
         for master in self._masters.values():
             master.grad = None
 
     def rewind(self) -> None:
         """Bring the newest version to slot 0, where every program starts."""
-        with torch.no_grad():
-            self._move(self._newest, 0)
+        self._move(self._newest, 0)
         self.select(0)
 
     def _move(self, read: int, write: int) -> None:

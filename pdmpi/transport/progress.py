@@ -15,6 +15,8 @@ from pdmpi.errors import PdmpiError
 __all__ = ["Progress"]
 
 _MIN_SLEEP_S = 20e-6
+_ASIDE_SLEEP_S = 500e-6
+"""The second thread looks so long after a start: each look takes the interpreter from the first."""
 _BACKOFF = 0.02
 """A wait sleeps for this part of the time that it has waited: a message over TCP takes hundreds of steps."""
 _MOVING_S = 10e-6
@@ -57,14 +59,15 @@ class Progress:
         self._wanted = threading.Event()
         self._waiting = False
         self._ended = poke is None
-        self._sleep_s = _MIN_SLEEP_S
+        self._first_sleep_s = min(_ASIDE_SLEEP_S, max_sleep_s)
+        self._sleep_s = self._first_sleep_s
         self._thread = threading.Thread(target=self._run, name="transport progress", daemon=True)
         self._thread.start()
 
     def started(self) -> None:
         """Count a request that was started."""
         self._outstanding += 1
-        self._sleep_s = _MIN_SLEEP_S
+        self._sleep_s = self._first_sleep_s
         if not self._wanted.is_set():
             self._wanted.set()
 
