@@ -27,7 +27,8 @@ class Place(IntEnum):
     SEND = 6
     RECEIVE = 7
     REDUCED = 8
-    UPDATE = 9
+    JOINED = 9
+    UPDATE = 10
 
 
 class Listing:

@@ -5,7 +5,7 @@ Each instruction gets a place beside a computation (`Place`), and the places are
     wait for the activation's send | recompute | wait for receives | post the reduction
     computation
     wait for the last gradient's send | post sends | post receives into freed slots
-    wait for the reduction | update
+    wait for the reduction | sum over all stages | update
 
 Receives are posted as soon as their slot falls free, sends are waited for as late as
 their slot allows: that hides transfers and lets no rendezvous block a rank.
@@ -21,13 +21,29 @@ import numpy as np
 from pdmpi.schedule.lane import Lane, Link, Recompute
 from pdmpi.schedule.listing import Listing, Place
 from pdmpi.schedule.order import Order
-from pdmpi.schedule.program import NO_SLOT, Channel, Group, Kind, Op, Program, SlotCounts, Topology
+from pdmpi.schedule.program import (
+    ALL_STAGES,
+    NO_SLOT,
+    Channel,
+    Group,
+    Kind,
+    Op,
+    Program,
+    SlotCounts,
+    Topology,
+)
 from pdmpi.schedule.slots import Allocation, Positions
 
 __all__ = ["lower"]
 
 
-def lower(order: Order, recompute: Recompute = "never", recompute_stages: Collection[int] = ()) -> Program:
+def lower(
+    order: Order,
+    recompute: Recompute = "never",
+    recompute_stages: Collection[int] = (),
+    *,
+    joint_updates: bool = False,
+) -> Program:
     """Return the program that runs an order.
 
     Parameters
@@ -40,19 +56,32 @@ def lower(order: Order, recompute: Recompute = "never", recompute_stages: Collec
         forward at once, as that of GPipe's last microbatch does.
     recompute_stages
         Stages that recompute always, whatever ``recompute`` says.
+    joint_updates
+        Whether every update waits for a sum over all ranks, which each rank joins when the
+        gradients of all its stages are final.  Only for orders that flush.
     """
     topology = order.topology
     links = tuple(Link(i, channel) for i, channel in enumerate(channels_of(topology)))
     reduced = [s for s, r in enumerate(topology.ranks) if len(r) > 1 and order.microbatches_per_update[s]]
     groups = {s: index for index, s in enumerate(reduced)}
+    sums = tuple(Group(s, topology.ranks[s]) for s in reduced)
+    if joint_updates:
+        assert len(set(order.microbatches_per_update)) == 1, "stages that update together update alike"
+        sums += (Group(ALL_STAGES, tuple(range(topology.num_ranks))),)
     slots = [SlotCounts(weights=0)] * topology.num_stages
     rows = []
     for acts in order.actions:
         listing = Listing()
-        for stage in np.unique(acts[:, 1]).tolist():
-            lane = Lane(order, stage, acts, links, "always" if stage in recompute_stages else recompute)
-            _write(lane, topology, groups.get(stage, NO_SLOT), listing)
-            slots[stage] = _most(slots[stage], lane.slots)
+        lanes = [
+            Lane(order, stage, acts, links, "always" if stage in recompute_stages else recompute)
+            for stage in np.unique(acts[:, 1]).tolist()
+        ]
+        final = np.max([lane.window_end for lane in lanes], axis=0) if joint_updates else None
+        for lane in lanes:
+            _write(lane, topology, groups.get(lane.stage, NO_SLOT), final, listing)
+            slots[lane.stage] = _most(slots[lane.stage], lane.slots)
+        if final is not None:
+            _write_joint_sum(lanes[0], final, len(reduced), listing)
         rows.append(listing.rows())
     return Program(
         schedule=order.schedule,
@@ -60,7 +89,7 @@ def lower(order: Order, recompute: Recompute = "never", recompute_stages: Collec
         num_microbatches=order.num_microbatches,
         microbatches_per_update=order.microbatches_per_update,
         channels=tuple(link.channel for link in links),
-        groups=tuple(Group(s, topology.ranks[s]) for s in reduced),
+        groups=sums,
         slots=tuple(slots),
         rows=tuple(rows),
     )
@@ -77,14 +106,16 @@ def _most(a: SlotCounts, b: SlotCounts) -> SlotCounts:
     return SlotCounts(**{f.name: max(getattr(a, f.name), getattr(b, f.name)) for f in fields(SlotCounts)})
 
 
-def _write(lane: Lane, topology: Topology, group: int, listing: Listing) -> None:
+def _write(
+    lane: Lane, topology: Topology, group: int, updated: Positions | None, listing: Listing
+) -> None:
     _write_computations(lane, listing)
     for link in lane.incoming:
         _write_receives(lane, link, topology, listing)
     for link in lane.outgoing:
         _write_sends(lane, link, topology, listing)
     if len(lane.window_end):
-        _write_updates(lane, group, listing)
+        _write_updates(lane, group, lane.window_end if updated is None else updated, listing)
 
 
 def _write_computations(lane: Lane, listing: Listing) -> None:
@@ -143,14 +174,21 @@ def _write_sends(lane: Lane, link: Link, topology: Topology, listing: Listing) -
         listing.add(following, Place.GRADIENT_SENT, Op.WAIT_SEND, lane.stage, k, *operands)
 
 
-def _write_updates(lane: Lane, group: int, listing: Listing) -> None:
+def _write_joint_sum(lane: Lane, final: Positions, group: int, listing: Listing) -> None:
+    """Write the sums over all stages, each where the gradients of all the rank's stages are final."""
+    for op in (Op.POST_REDUCE, Op.WAIT_REDUCE):
+        listing.add(final, Place.JOINED, op, lane.stage, lane.window_last, group)
+
+
+def _write_updates(lane: Lane, group: int, updated: Positions, listing: Listing) -> None:
     at, last = lane.window_end, lane.window_last
     if group != NO_SLOT:
         listing.add(at, Place.POST_REDUCE, Op.POST_REDUCE, lane.stage, last, group)
         listing.add(at, Place.REDUCED, Op.WAIT_REDUCE, lane.stage, last, group)
     version = np.arange(1, len(at) + 1)
     ring = lane.num_weights
-    listing.add(at, Place.UPDATE, Op.UPDATE, lane.stage, last, version, (version - 1) % ring, version % ring)
+    slots = ((version - 1) % ring, version % ring)
+    listing.add(updated, Place.UPDATE, Op.UPDATE, lane.stage, last, version, *slots)
 
 
 def _peers(topology: Topology, stage: int, microbatch: Positions) -> Positions:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 __all__ = [
-    "NO_SLOT", "NUM_COLUMNS", "OPERANDS", "Channel", "Group", "Instruction", "Kind",
+    "ALL_STAGES", "NO_SLOT", "NUM_COLUMNS", "OPERANDS", "Channel", "Group", "Instruction", "Kind",
     "Op", "Program", "Rows", "SlotCounts", "Topology",
 ]  # fmt: skip
 
@@ -26,6 +26,10 @@ Rows = NDArray[np.int32]
 
 NO_SLOT = -1
 """An operand that is not used: the input stage receives nothing, evaluation saves nothing."""
+
+
+ALL_STAGES = -1
+"""The stage of a group that spans every rank."""
 
 
 class Op(IntEnum):
@@ -54,9 +58,12 @@ class Op(IntEnum):
     BACKWARD_WEIGHT = 8
     """Gradients of the parameters only, accumulated (zero-bubble schedules)."""
     POST_REDUCE = 9
-    """Let gradients be summed over a group as they become final in the backward that follows."""
+    """Let gradients be summed over a group as they become final in the backward that follows.
+
+    Over all stages it is the gradients' squared norms that are summed, at once.
+    """
     WAIT_REDUCE = 10
-    """Wait until all gradients of the group are summed."""
+    """Wait until all that the group sums is summed."""
     UPDATE = 11
     """One optimizer step: read one weight slot, write the next, clear the gradients."""
 
@@ -89,6 +96,12 @@ before it, is the last one that it includes, over all replicas.
 
 NUM_COLUMNS = 3 + max(len(names) for names in OPERANDS.values())
 
+TEMPLATES: Sequence[str] = [
+    " ".join([op.name, "s{1}", "k{2}", *(f"{name}={{{i}}}" for i, name in enumerate(OPERANDS[op], 3))])
+    for op in Op
+]
+"""For each operation the format string that makes a row readable."""
+
 
 class Kind(IntEnum):
     """What a channel carries."""
@@ -108,7 +121,11 @@ class Channel:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Ranks that sum gradients: the replicas of a stage (or the holders of tied parameters)."""
+    """Ranks that sum gradients: the replicas of a stage.
+
+    The group of `ALL_STAGES` holds every rank: what they sum before a joint update is the
+    squared norm of each stage's gradients.
+    """
 
     stage: int
     ranks: tuple[int, ...]
@@ -218,8 +235,7 @@ class Instruction:
         return self.operands[OPERANDS[self.op].index(operand)]
 
     def __str__(self) -> str:
-        pairs = (f"{name}={value}" for name, value in zip(OPERANDS[self.op], self.operands, strict=True))
-        return " ".join([self.op.name, f"s{self.stage}", f"k{self.microbatch}", *pairs])
+        return TEMPLATES[self.op].format(*self.row)
 
 
 @dataclass(frozen=True)

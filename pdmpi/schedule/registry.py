@@ -51,6 +51,8 @@ def generate(
     topology: Topology,
     num_minibatches: int,
     recompute_stages: Collection[int] = (),
+    *,
+    joint_updates: bool = False,
 ) -> Program:
     """Return the program of a schedule.
 
@@ -64,6 +66,8 @@ def generate(
         Minibatches that the program trains; each is ``choice.microbatches`` microbatches.
     recompute_stages
         Stages that recompute their activations even where ``choice.recompute`` keeps them.
+    joint_updates
+        Whether every update waits for a sum over all stages (of gradient norms); only where all flush.
 
     Raises
     ------
@@ -76,10 +80,12 @@ def generate(
         known = nearest(choice.recompute, get_args(Recompute))
         raise InputError(f"schedule.recompute = {choice.recompute!r} is unknown{known}")
     order = SCHEDULES[choice.name](choice, topology, num_minibatches)
-    return lower(order, cast(Recompute, choice.recompute), recompute_stages)
+    return lower(order, cast(Recompute, choice.recompute), recompute_stages, joint_updates=joint_updates)
 
 
-def program_of(plan: Plan, num_minibatches: int) -> Program:
+def program_of(plan: Plan, num_minibatches: int, *, joint_updates: bool = False) -> Program:
     """Return the program of a plan: its schedule, its topology, its stages' recomputation."""
     recompute = [s for s, stage in enumerate(plan.stages) if stage.recompute]
-    return generate(plan.schedule, topology_of(plan), num_minibatches, recompute)
+    return generate(
+        plan.schedule, topology_of(plan), num_minibatches, recompute, joint_updates=joint_updates
+    )

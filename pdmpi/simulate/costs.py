@@ -10,7 +10,7 @@ from pdmpi.plan.cluster import Cluster, Level
 from pdmpi.plan.cuts import trained_layers
 from pdmpi.plan.plan import Plan, StagePlan
 from pdmpi.plan.profile import Profile
-from pdmpi.schedule.program import Channel, Kind, Op, Topology
+from pdmpi.schedule.program import ALL_STAGES, Channel, Kind, Op, Topology
 from pdmpi.simulate.network import Network
 
 __all__ = ["BUCKET_BYTES", "Costs", "StageCost", "costs_of"]
@@ -18,6 +18,7 @@ __all__ = ["BUCKET_BYTES", "Costs", "StageCost", "costs_of"]
 _MIB = 1 << 20
 BUCKET_BYTES = 4 * _MIB
 """Gradients of a replicated stage are summed in buckets of this size, as the runtime does."""
+_NORM_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +119,12 @@ class Costs:
     def compute_s(self, op: Op, stage: int, rank: int) -> float:
         """Return the seconds that an instruction keeps its rank's device busy."""
         return self.stages[stage].seconds(op) / self.speeds[rank]
+
+    def summed(self, stage: int) -> tuple[int, int]:
+        """Return the bytes that a group sums, and in how many buckets."""
+        if stage == ALL_STAGES:
+            return _NORM_BYTES * len(self.stages), 1
+        return self.stages[stage].gradient_bytes, self.buckets(stage)
 
     def buckets(self, stage: int) -> int:
         """Return in how many buckets the gradients of a stage are summed."""

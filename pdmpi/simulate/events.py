@@ -144,11 +144,11 @@ class _Prices:
                 self.links[numbers.start : numbers.stop] = [index[link] for link in taken]
                 self.contended[numbers.start : numbers.stop] = any(users[link] > 1 for link in taken)
         for group, numbers in zip(program.groups, events.reductions, strict=True):
-            stage = costs.stages[group.stage]
-            whole = costs.network.allreduce_s(group.ranks, stage.gradient_bytes)
+            nbytes, buckets = costs.summed(group.stage)
+            whole = costs.network.allreduce_s(group.ranks, nbytes)
             self.num_posts[numbers.start : numbers.stop] = len(group.ranks)
             self.seconds[numbers.start : numbers.stop : 2] = whole
-            self.seconds[numbers.start + 1 : numbers.stop : 2] = whole / costs.buckets(group.stage)
+            self.seconds[numbers.start + 1 : numbers.stop : 2] = whole / buckets
 
 
 class _Durations:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from pdmpi.errors import PdmpiError
 from pdmpi.schedule.matching import Stream, streams
-from pdmpi.schedule.program import Instruction, Op, Program, Rows
+from pdmpi.schedule.program import ALL_STAGES, Instruction, Op, Program, Rows
 
 __all__ = ["ALWAYS", "NEVER", "NUM_CONSTANT_EVENTS", "Events", "Ints", "Mentions", "match"]
 
@@ -90,7 +90,8 @@ def match(program: Program) -> Events:
         numbers = range(first, first + 2 * _number_reductions(program.rows, group, first, event))
         reductions.append(numbers)
         first = numbers.stop
-    mentions = [_mentions(rows, numbers) for rows, numbers in zip(program.rows, event, strict=True)]
+    overlaps = np.array([group.stage != ALL_STAGES for group in program.groups], bool)
+    mentions = [_mentions(rows, numbers, overlaps) for rows, numbers in zip(program.rows, event, strict=True)]
     return Events(tuple(mentions), messages, tuple(reductions), first)
 
 
@@ -145,7 +146,7 @@ def _number_reductions(rows: tuple[Rows, ...], group: int, first: int, event: li
     return most
 
 
-def _mentions(rows: Rows, event: Ints) -> Mentions:
+def _mentions(rows: Rows, event: Ints, overlaps: NDArray[np.bool_]) -> Mentions:
     op = rows[:, 0]
     post_row = np.flatnonzero((op == Op.POST_SEND) | (op == Op.POST_RECV))
     wait_row = np.flatnonzero((op == Op.WAIT_SEND) | (op == Op.WAIT_RECV) | (op == Op.WAIT_REDUCE))
@@ -153,7 +154,7 @@ def _mentions(rows: Rows, event: Ints) -> Mentions:
     post_event, wait_event = event[post_row], event[wait_row]
     leads = np.zeros(len(post_row), bool)
     if len(reduces):
-        backward = _overlapped(rows, reduces)
+        backward = np.where(overlaps[rows[reduces, 3]], _overlapped(rows, reduces), reduces)
         again = np.flatnonzero(op[wait_row] == Op.WAIT_REDUCE)
         wait_event = np.insert(wait_event, again + 1, wait_event[again] + 1)
         wait_row = np.insert(wait_row, again + 1, wait_row[again])

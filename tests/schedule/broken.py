@@ -374,6 +374,6 @@ FAULTS: list[tuple[Callable[[], Program], Fault, str]] = [
     (no_such_operation, Fault.SHAPE, "no operation has number 77"),
     (no_such_microbatch, Fault.SHAPE, "microbatch 2 of 2"),
     (edge_backwards, Fault.SHAPE, "an edge from stage 1 to stage 0"),
-    (group_of_others, Fault.SHAPE, "group 0 is not the replicas of a stage"),
+    (group_of_others, Fault.SHAPE, "group 0 is neither the replicas of a stage nor all ranks"),
     (rank_missing, Fault.SHAPE, "instructions for 1 ranks, stages on 2"),
 ]

@@ -11,7 +11,7 @@ import random
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from pdmpi.schedule.program import NO_SLOT, Instruction, Kind, Op, Program
+from pdmpi.schedule.program import ALL_STAGES, NO_SLOT, Instruction, Kind, Op, Program
 
 EMPTY = "empty"
 
@@ -213,12 +213,27 @@ class Machine:
         arrived.add(rank)
         if len(arrived) < len(group.ranks):
             return False
+        if group.stage == ALL_STAGES:
+            return self.joined(rank, i, number)
         if ("sum", i["group"], number) not in self.memory:
             whole = [pair for r in group.ranks for pair in self.gradients[r, i.stage]]
             self.memory["sum", i["group"], number] = sorted(whole)
         self.counts["reduced", rank, i["group"]] += 1
         self.memory[rank, f"reduced{i.stage}", number] = True
         self.gradients[rank, i.stage] = list(self.memory["sum", i["group"], number])
+        return True
+
+    def joined(self, rank: int, i: Instruction, number: int) -> bool:
+        """Every rank has come: the gradients that each update averages are there, and none is made."""
+        self.counts["reduced", rank, i["group"]] += 1
+        topology = self.program.topology
+        for stage, ranks in enumerate(topology.ranks):
+            if ("norm", number, stage) not in self.memory:
+                held = {k for r in ranks for k, _ in self.gradients[r, stage]}
+                per_update = self.program.microbatches_per_update[stage]
+                if held != set(range(number * per_update, (number + 1) * per_update)):
+                    raise Wrong(f"{i}: stage {stage} brings the norm of {sorted(held)}")
+                self.memory["norm", number, stage] = True
         return True
 
     def update(self, rank: int, i: Instruction) -> None:

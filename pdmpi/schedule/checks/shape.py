@@ -9,7 +9,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdmpi.schedule.lower import channels_of
-from pdmpi.schedule.program import NO_SLOT, NUM_COLUMNS, OPERANDS, Kind, Op, Program, SlotCounts
+from pdmpi.schedule.program import (
+    ALL_STAGES,
+    NO_SLOT,
+    NUM_COLUMNS,
+    OPERANDS,
+    Kind,
+    Op,
+    Program,
+    SlotCounts,
+    Topology,
+)
 from pdmpi.schedule.violation import Fault, Violation
 
 __all__ = ["check_counts", "check_shape"]
@@ -88,11 +98,17 @@ def _declarations(program: Program) -> Iterator[Violation]:
     if sorted(program.channels, key=repr) != sorted(channels_of(topology), key=repr):
         yield wrong("the channels are not those of the topology's edges")
     for index, group in enumerate(program.groups):
-        if not 0 <= group.stage < num_stages or group.ranks != topology.ranks[group.stage]:
-            yield wrong(f"group {index} is not the replicas of a stage")
+        if not -1 <= group.stage < num_stages or group.ranks != _members(topology, group.stage):
+            yield wrong(f"group {index} is neither the replicas of a stage nor all ranks")
+    if sum(group.stage == ALL_STAGES for group in program.groups) > 1:
+        yield wrong("several groups of all stages")
     for rank, rows in enumerate(program.rows):
         if rows.ndim != 2 or rows.shape[1] != NUM_COLUMNS or rows.dtype.kind != "i":
             yield wrong(f"rank {rank}: rows of shape {rows.shape} and type {rows.dtype}")
+
+
+def _members(topology: Topology, stage: int) -> tuple[int, ...]:
+    return tuple(range(topology.num_ranks)) if stage == ALL_STAGES else topology.ranks[stage]
 
 
 def _rows(

@@ -8,10 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdmpi.schedule.checks.part import Part
-from pdmpi.schedule.program import OPERANDS, Op
+from pdmpi.schedule.program import ALL_STAGES, OPERANDS, Op, Program
 from pdmpi.schedule.violation import Fault, Violation
 
-__all__ = ["check_updates", "check_versions"]
+__all__ = ["check_joint_updates", "check_updates", "check_versions"]
 
 Indices = NDArray[np.int64]
 
@@ -89,8 +89,15 @@ def check_updates(part: Part) -> Iterator[Violation]:
     yield from _reductions(part, updates, ends)
 
 
+def _over_replicas(part: Part, op: Op) -> Indices:
+    at = part.at(op)
+    stage = np.array([group.stage for group in part.program.groups], np.int64)
+    found: Indices = at[stage[part.rows[at, 3]] != ALL_STAGES] if len(at) else at
+    return found
+
+
 def _reductions(part: Part, updates: Indices, ends: Indices) -> Iterator[Violation]:
-    posts, waits = part.at(Op.POST_REDUCE), part.at(Op.WAIT_REDUCE)
+    posts, waits = (_over_replicas(part, op) for op in (Op.POST_REDUCE, Op.WAIT_REDUCE))
     due = len(updates) if part.num_replicas > 1 else 0
     for op, at in ((Op.POST_REDUCE, posts), (Op.WAIT_REDUCE, waits)):
         if len(at) != due:
@@ -113,3 +120,31 @@ def _reductions(part: Part, updates: Indices, ends: Indices) -> Iterator[Violati
     for i in np.flatnonzero(bad | (after > 0)).tolist():
         text = "reduction does not span exactly the last backward before its update"
         yield Violation(Fault.UPDATE, part.rank, int(posts[i]), text)
+
+
+def check_joint_updates(program: Program) -> Iterator[Violation]:
+    """Yield joint updates that do not follow, on each rank, one sum over all stages and what it computes."""
+    joint = next((i for i, group in enumerate(program.groups) if group.stage == ALL_STAGES), None)
+    if joint is None:
+        return
+    due = program.num_microbatches // max(1, *program.microbatches_per_update)
+    for rank, rows in enumerate(program.rows):
+        op = rows[:, 0]
+        updates = np.flatnonzero(op == Op.UPDATE)
+        computed = np.flatnonzero(np.isin(op, _USERS))
+        sums = [
+            np.flatnonzero((op == which) & (rows[:, 3] == joint))
+            for which in (Op.POST_REDUCE, Op.WAIT_REDUCE)
+        ]
+        if [len(at) for at in sums] != [due, due]:
+            counts = " and ".join(str(len(at)) for at in sums)
+            text = f"{counts} posts and waits of the sum over all stages for {due} updates"
+            yield Violation(Fault.UPDATE, rank, -1, text)
+            continue
+        posts, waits = sums
+        for number, (post, wait) in enumerate(zip(posts.tolist(), waits.tolist(), strict=True), start=1):
+            own = updates[rows[updates, 3] == number]
+            rest = computed[(computed > post) & (computed < own.max(initial=post))]
+            if (own < wait).any() or wait < post or len(rest):
+                text = f"the sum over all stages does not stand right before update {number}"
+                yield Violation(Fault.UPDATE, rank, post, text)
