@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -50,7 +50,7 @@ def parse_config(data: Mapping[str, Any], source: str = "configuration") -> RunC
     except ValidationError as error:
         knobs: dict[tuple[int | str, ...], list[ErrorDetails]] = {}
         for details in error.errors(include_url=False):
-            knobs.setdefault(details["loc"][:2], []).append(details)
+            knobs.setdefault(_knob(details["loc"]).place, []).append(details)
         problems += [_explain(found) for found in knobs.values()]
     problems += _contradictions(data)
     if config is None or problems:
@@ -86,13 +86,13 @@ def _is_count(value: object) -> bool:
 def _explain(found: list[ErrorDetails]) -> str:
     """Turn pydantic's errors for one knob into what a person needs: its name, value and the remedy."""
     kind, value = found[0]["type"], found[0]["input"]
-    where = [part for part in found[0]["loc"][:2] if isinstance(part, str)]
-    owner, key = _owner(where)
-    name = f"[{where[0]}] {key}" if len(where) > 1 else f"[{key}]"
+    knob = _knob(found[0]["loc"])
+    name = f"{knob.table} {knob.key}" if knob.table else f"[{knob.key}]"
+    fields = knob.owner.model_fields
     if kind == "extra_forbidden":
-        noun = "key" if len(where) > 1 else "table"
-        return f"unknown {noun} {name}{nearest(key, owner.model_fields)}"
-    meaning = (owner.model_fields[key].description or "").replace("``", "").rstrip(".").partition(";")[0]
+        noun = "key" if knob.table else "table"
+        return f"unknown {noun} {name}{nearest(knob.key, fields)}"
+    meaning = (fields[knob.key].description or "").replace("``", "").rstrip(".").partition(";")[0]
     purpose = f" ({meaning})" if meaning else ""
     if kind == "missing":
         return f"{name} is missing{purpose}"
@@ -100,14 +100,36 @@ def _explain(found: list[ErrorDetails]) -> str:
     return f"{name} = {_toml(value)}: must be {wanted}{purpose}"
 
 
-def _owner(where: list[str]) -> tuple[type[BaseModel], str]:
-    """Return the table that a key belongs to, and the key."""
-    if len(where) == 1:
-        return RunConfig, where[0]
-    table = RunConfig.model_fields[where[0]].annotation
-    assert isinstance(table, type)
-    assert issubclass(table, BaseModel)
-    return table, where[1]
+class _Knob(NamedTuple):
+    """A key: its place in the file, the header of its table (nothing for a table), its table's class."""
+
+    place: tuple[int | str, ...]
+    table: str
+    owner: type[BaseModel]
+    key: str
+
+
+def _knob(where: tuple[int | str, ...]) -> _Knob:
+    """Return the innermost key of the file on the way to an error."""
+    found = _Knob(where[:1], "", RunConfig, str(where[0]))
+    for end, part in enumerate(where[1:], start=1):
+        field = found.owner.model_fields.get(found.key)
+        inner = _table_class(field.annotation) if field else None
+        if isinstance(part, str):
+            if inner is None:
+                break
+            names = ".".join(name for name in where[:end] if isinstance(name, str))
+            table = f"[[{names}]]" if isinstance(where[end - 1], int) else f"[{names}]"
+            found = _Knob(where[: end + 1], table, inner, part)
+    return found
+
+
+def _table_class(annotation: Any) -> type[BaseModel] | None:
+    """Return the class of a table, or of the tables of a list."""
+    for found in (annotation, *get_args(annotation)):
+        if isinstance(found, type) and issubclass(found, BaseModel):
+            return found
+    return None
 
 
 def _wanted(details: ErrorDetails) -> str:
@@ -116,6 +138,8 @@ def _wanted(details: ErrorDetails) -> str:
         return 'written "module:callable"'
     if kind == "model_type":
         return "a table"
+    if kind == "too_short":
+        return f"a list of at least {context['min_length']}"
     if kind == "literal_error":
         return str(context["expected"])
     for start, noun in (("int", "a whole number"), ("float", "a number"), ("string", "a text"),

@@ -53,6 +53,15 @@ class LossConfig(_Table):
     """Keyword arguments for it."""
 
 
+class GroupConfig(_Table):
+    """``[[optimizer.groups]]``: parameters that are stepped otherwise (no weight decay, say)."""
+
+    match: tuple[str, ...] = Field(min_length=1, strict=False)
+    """Patterns of parameter names, e.g. ``["*.bias", "*norm*"]``; the first group that matches counts."""
+    args: dict[str, Any]
+    """Keyword arguments of the optimizer that differ for them."""
+
+
 class OptimizerConfig(_Table):
     """``[optimizer]``: any of ``torch.optim``."""
 
@@ -60,6 +69,10 @@ class OptimizerConfig(_Table):
     """Name of the class in ``torch.optim``."""
     args: dict[str, Any] = Field(default_factory=lambda: {"lr": 0.1})
     """Keyword arguments for it."""
+    groups: tuple[GroupConfig, ...] = Field(default=(), strict=False)
+    """Parameters with arguments of their own."""
+    clip_norm: float | None = Field(default=None, gt=0)
+    """Norm that gradients are scaled down to: over all stages where all flush, else over each stage."""
 
 
 class ScheduleConfig(_Table):
@@ -90,8 +103,11 @@ class TrainConfig(_Table):
     """Minibatches to train; either this or ``epochs``."""
     seed: int = Field(default=0, ge=0)
     """Seed of weights, data order and dropout."""
-    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
-    """Type of parameters and activations; in bfloat16 the optimizer steps float32 masters."""
+    dtype: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
+    """Type of parameters and activations; in 16 bits the optimizer steps float32 masters.
+
+    float16 has a dynamic loss scale, which all stages share, and so wants a schedule that flushes.
+    """
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where ranks compute; ``auto`` takes a GPU for each rank where there are any."""
     threads: int = Field(default=1, ge=1)
@@ -129,7 +145,9 @@ class CheckpointConfig(_Table):
     """Seconds that must have passed since the last checkpoint for a drain to write the next."""
     keep: int = Field(default=2, ge=1)
     """Checkpoints to keep."""
-    signals: tuple[Literal["USR1", "USR2", "TERM", "INT", "HUP"], ...] = ("USR1", "USR2", "TERM")
+    signals: tuple[Literal["USR1", "USR2", "TERM", "INT", "HUP"], ...] = Field(
+        default=("USR1", "USR2", "TERM"), strict=False
+    )
     """Signals that checkpoint the run and end it with exit code 75."""
     margin_s: float = Field(default=60.0, ge=0)
     """Seconds before the batch job's time limit, beside the time of a checkpoint, at which it stops."""

@@ -7,7 +7,8 @@ parameters: it owns a second set of parameter objects over the same slots, whose
 counters autograd does not watch.
 
 In 16 bits the optimizer steps one set of float32 masters, and what is versioned is their
-rounded copy: half the memory of a version, and no update too small to count.
+rounded copy: half the memory of a version, and no update too small to count.  (What a stage
+has in other types beside them keeps its type.)
 """
 
 from __future__ import annotations
@@ -20,6 +21,12 @@ from torch import Tensor, nn
 __all__ = ["WeightRing"]
 
 _ALIGNMENT_BYTES = 64
+_SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+
+
+def _master(view: Tensor) -> Tensor:
+    """Return what the optimizer steps where versions are rounded: float32 for 16 bits, else a copy."""
+    return view.float() if view.dtype in _SIXTEEN_BITS else view.clone()
 
 
 def _flat_views(like: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -70,8 +77,8 @@ class WeightRing:
         with torch.no_grad():
             for view, parameter in zip(self._views[0], self._own, strict=True):
                 view.copy_(parameter)
-        self._rounds = any(p.dtype in (torch.bfloat16, torch.float16) for p in self._own)
-        held = [view.float() for view in self._views[0]] if self._rounds else self._views[0]
+        self._rounds = any(p.dtype in _SIXTEEN_BITS for p in self._own)
+        held = [_master(view) for view in self._views[0]] if self._rounds else self._views[0]
         self._masters = {name: nn.Parameter(v) for name, v in zip(parameters, held, strict=True)}
         self.optimizer = make_optimizer(self._masters)
         self._selected = -1
@@ -107,6 +114,11 @@ class WeightRing:
 
     def update(self, read: int, write: int, scale: float) -> None:
         """Step from the version in ``read`` to ``write`` with the gradients times ``scale``; clear them."""
+        self.gather(scale)
+        self.step(read, write)
+
+    def gather(self, scale: float) -> list[Tensor]:
+        """Hand the gradients times ``scale`` to the optimizer, clear the module's, and return them."""
         gradients = []
         for parameter, master in zip(self._own, self._masters.values(), strict=True):
             gradient = parameter.grad
@@ -119,9 +131,19 @@ class WeightRing:
             gradients.append(gradient)
         if scale != 1.0 and gradients:
             torch._foreach_mul_(gradients, scale)
+        return gradients
+
+    def step(self, read: int, write: int, *, factor: Tensor | None = None, applies: bool = True) -> None:
+        """Step with the gathered gradients times a factor, and clear them.
+
+        An update that does not apply only moves the version.
+        """
+        gradients = [m.grad for m in self._masters.values() if m.grad is not None]
+        if factor is not None and gradients:
+            torch._foreach_mul_(gradients, factor)
         if not self._rounds:
             self._move(read, write)
-        if self.optimizer is not None:
+        if self.optimizer is not None and applies:
             self.optimizer.step()
         if self._rounds:
             with torch.no_grad():

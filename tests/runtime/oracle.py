@@ -6,7 +6,8 @@ and how many microbatches one update averages.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from fnmatch import fnmatch
 
 import torch
 from harness import traced as traced_of
@@ -16,6 +17,7 @@ from pdmpi.config.run import RunConfig
 from pdmpi.model.build import build_stage, load_factory
 from pdmpi.model.optimizer import make_optimizer
 from pdmpi.plan.plan import Plan
+from pdmpi.plan.terms import SCHEDULES as TERMS
 from pdmpi.runtime.feed import epoch_order
 
 
@@ -65,12 +67,37 @@ def momentum_of(optimizer: torch.optim.Optimizer | None, masters: dict[str, Tens
     return {n: buffer.clone() for n, buffer in found.items() if buffer is not None}
 
 
+def grouped(config: RunConfig, of: dict[str, Tensor]) -> list[dict[str, object]]:
+    """A stage's parameters, those that a group's patterns match with its arguments."""
+    left, groups = dict(of), []
+    for group in config.optimizer.groups:
+        chosen = [n for n in left if any(fnmatch(n, pattern) for pattern in group.match)]
+        groups.append({"params": [left.pop(n) for n in chosen], **group.args})
+    return [{"params": list(left.values())}, *groups]
+
+
+def clip(config: RunConfig, due: list[dict[str, Tensor]]) -> None:
+    """Where the pipeline flushes by the norm of all stages, each parameter once, else by each stage's."""
+    limit = config.optimizer.clip_norm
+    if limit is None:
+        return
+    if TERMS[config.schedule.name].flushes:
+        due = [{n: p for of in due for n, p in of.items()}]
+    for of in due:
+        torch.nn.utils.clip_grad_norm_(of.values(), limit)
+
+
 def replay(
-    config: RunConfig, plan: Plan, programs: list[int], device: str | torch.device = "cpu"
+    config: RunConfig,
+    plan: Plan,
+    programs: list[int],
+    device: str | torch.device = "cpu",
+    skipped: Collection[int] = (),
 ) -> dict[str, Tensor]:
     """Return the parameters and running statistics after programs of so many minibatches each.
 
-    The programs are those of one epoch, in order.
+    The programs are those of one epoch, in order; ``skipped`` are updates, counted from 1, that no
+    stage makes.
     """
     traced = traced_of(config)
     names = [set(build_stage(traced, s.layers).state_dict()) for s in plan.stages]
@@ -87,7 +114,8 @@ def replay(
         {n: torch.nn.Parameter(p.detach().clone()) for n, p in parameters.items() if n in own}
         for own in names
     ]
-    optimizers = [make_optimizer(config.optimizer, of.values()) if of else None for of in masters]
+    optimizers = [make_optimizer(config.optimizer, grouped(config, of)) if of else None for of in masters]
+    base = {id(g): g["lr"] for optimizer in optimizers if optimizer for g in optimizer.param_groups}
     buffers = dict(model.named_buffers())
     stage_of = {n: s for s, own in enumerate(names) for n in own}
     sets = [[{n: b.clone() for n, b in buffers.items() if stage_of[n] == s} for _ in range(r)]
@@ -126,17 +154,19 @@ def replay(
                     continue
                 held = sums[stage_of[n]]
                 held[n] = held[n] + g if n in held else g
-            for s, of in enumerate(masters):
-                count = counts[s]
-                if (k + 1) % count == 0:
-                    for n, p in of.items():
-                        p.grad = sums[s][n] / count if n in sums[s] else None
-                    sums[s] = {}
-                    if optimizers[s] is not None:
-                        optimizers[s].param_groups[0]["lr"] = lr * rates[s]((first + k) // count)
-                        optimizers[s].step()
-                    moves[s].append(momentum_of(optimizers[s], of))
-                    old[s].append({n: p.detach().clone() for n, p in of.items()})
+            due = [s for s, count in enumerate(counts) if (k + 1) % count == 0]
+            for s in due:
+                for n, p in masters[s].items():
+                    p.grad = sums[s][n] / counts[s] if n in sums[s] else None
+                sums[s] = {}
+            clip(config, [masters[s] for s in due])
+            for s in due:
+                if optimizers[s] is not None and (k + 1) // counts[s] not in skipped:
+                    for group in optimizers[s].param_groups:
+                        group["lr"] = base[id(group)] * rates[s]((first + k) // counts[s])
+                    optimizers[s].step()
+                moves[s].append(momentum_of(optimizers[s], masters[s]))
+                old[s].append({n: p.detach().clone() for n, p in masters[s].items()})
         for own in sets:  # drained: running statistics are averaged over the replicas
             for n in own[0]:
                 if n.endswith(("running_mean", "running_var")):
