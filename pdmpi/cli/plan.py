@@ -29,7 +29,7 @@ from pdmpi.plan.cluster import Cluster
 from pdmpi.plan.cluster_file import load_cluster
 from pdmpi.plan.explain import Explanation, explain
 from pdmpi.plan.hdf5 import check_overwrite
-from pdmpi.plan.partition import partition, top_plans
+from pdmpi.plan.partition import partition, shortlist, top_plans
 from pdmpi.plan.plan import Plan, ScheduleChoice
 from pdmpi.plan.profile import Profile
 from pdmpi.plan.published import COST_MODELS, published_plan
@@ -41,8 +41,6 @@ from pdmpi.simulate.settle import best_settled, over_memory, settled
 __all__ = ["command"]
 
 _RECOMPUTE = ("auto", "never", "except-last", "always")
-_MANY_DEVICES = 16
-_MOST_COMPARED = 4
 
 
 @dataclass(frozen=True)
@@ -154,9 +152,9 @@ def _planned(
     if top > 1:
         ranking = best_settled(top_plans(profile, cluster, choice, top), extra)
         return _Answer(ranking[0], ranking=ranking)
-    if shape or cluster.num_devices > _MANY_DEVICES:
+    if shape:
         return _Answer(settled(partition(profile, cluster, choice, shape=shape), extra))
-    return _Answer(best_settled(top_plans(profile, cluster, choice, _MOST_COMPARED), extra)[0])
+    return _Answer(best_settled(shortlist(profile, cluster, choice), extra)[0])
 
 
 def _compared(profile: Profile, cluster: Cluster, choice: ScheduleChoice, extra: int | None) -> _Answer:
@@ -164,7 +162,7 @@ def _compared(profile: Profile, cluster: Cluster, choice: ScheduleChoice, extra:
     plans: dict[str, Plan | str] = {}
     for one in candidates(profile, cluster, choice):
         try:
-            plans[one.name] = settled(one.plan, extra) if one.plan else one.reason
+            plans[one.name] = best_settled(one.plans, extra)[0] if one.plans else one.reason
         except InputError as error:
             plans[one.name] = str(error)
     comparison = compare(plans)

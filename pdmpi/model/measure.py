@@ -25,7 +25,7 @@ from pdmpi.graph.graph import INPUT
 from pdmpi.model.build import build_stage, load_factory
 from pdmpi.model.example import cast_floating, dtype_of, example_batch, microbatch_size
 from pdmpi.model.optimizer import make_optimizer
-from pdmpi.model.timing import Clock, LayerSample, SavedBytes, Step
+from pdmpi.model.timing import Clock, LayerSample, SavedBytes, Step, torch_threads
 from pdmpi.model.trace import TracedModel, trace_model
 from pdmpi.plan.profile import LayerCost, Profile
 
@@ -34,6 +34,8 @@ __all__ = ["machine_facts", "profile_model"]
 _WARM_UP = 2
 _FEWEST = 3
 _OPTIMIZER_BYTES = 1 << 22
+_LARGE_TENSORS = 64
+"""Tensors of that size on a GPU, whose kernels would otherwise take no time beside their launch."""
 
 
 def profile_model(
@@ -87,7 +89,7 @@ def profile_model(
     samples: dict[str, LayerSample] = {}
     saved, clock, done = SavedBytes(traced), Clock(place), 0
     room = _free_bytes(place) // 2 if memory_bytes is None else memory_bytes
-    with _threads(config.train.threads):
+    with torch_threads(config.train.threads), _own_stream(place):
         for chunk in _chunks(traced, layers, room):
             last = chunk[-1] is layers[-1]
             stages = {
@@ -135,6 +137,7 @@ def _repeat(step: Step, saved: SavedBytes, repeats: int, budget_s: float) -> Non
     step.warm_up(saved)
     for _ in range(_WARM_UP - 1):
         step.run()
+    step.capture()
     for sample in step.samples.values():
         sample.forward_s.clear()
         sample.backward_s.clear()
@@ -229,30 +232,45 @@ def _free_bytes(device: torch.device) -> int:
 
 
 @contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
+def _own_stream(device: torch.device) -> Iterator[None]:
+    """Launch on a stream of our own: on the default one nothing can be captured."""
+    if device.type != "cuda":
         yield
-    finally:
-        torch.set_num_threads(before)
+        return
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.device(device), torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
 
 
 def _optimizer_costs(
     config: OptimizerConfig, dtype: torch.dtype, clock: Clock, device: torch.device
 ) -> tuple[float, float]:
-    """Return (bytes of state, seconds of a step) for each byte of parameters, measured on 4 MiB."""
-    width = 512
+    """Return (bytes of state, seconds of an update) for each byte of parameters.
+
+    Where parameters have 16 bits, float32 masters are part of the state, and of what is updated.
+    """
+    tensors, width = (_LARGE_TENSORS, 4096) if clock.on_cuda else (1, 512)
     rows = _OPTIMIZER_BYTES // (width * torch.empty(0, dtype=dtype).element_size())
-    parameter = nn.Parameter(torch.randn(rows, width, dtype=dtype, device=device))
-    parameter.grad = torch.randn_like(parameter)
-    optimizer = make_optimizer(config, [parameter])
+    weights = [torch.randn(rows, width, device=device).to(dtype) for _ in range(tensors)]
+    gradients = [torch.randn_like(weight) for weight in weights]
+    rounds = dtype in (torch.bfloat16, torch.float16)
+    masters = [nn.Parameter(weight.float() if rounds else weight) for weight in weights]
+    optimizer = make_optimizer(config, masters, device)
     seconds = []
     for _ in range(5):
         start = clock.mark()
+        for master, gradient in zip(masters, gradients, strict=True):
+            master.grad = gradient.to(master.dtype)
         optimizer.step()
+        if rounds:
+            with torch.no_grad():
+                torch._foreach_copy_(weights, [*masters])
         end = clock.mark()
         clock.finish()
         seconds.append(clock.between(start, end))
     state = [t for held in optimizer.state.values() for t in held.values() if isinstance(t, Tensor)]
-    return sum(t.nbytes for t in state) / parameter.nbytes, statistics.median(seconds) / parameter.nbytes
+    state += masters if rounds else []
+    nbytes = sum(weight.nbytes for weight in weights)
+    return sum(t.nbytes for t in state) / nbytes, statistics.median(seconds) / nbytes

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +15,7 @@ from pdmpi.graph import Ref
 from pdmpi.model.stage import StageModule
 from pdmpi.model.trace import TracedModel
 
-__all__ = ["Clock", "LayerSample", "SavedBytes", "Step"]
+__all__ = ["Clock", "LayerSample", "SavedBytes", "Step", "torch_threads"]
 
 
 class Clock:
@@ -24,10 +25,11 @@ class Clock:
         self.on_cuda = device.type == "cuda"
 
     def mark(self) -> Any:
-        """Return a mark for now."""
+        """Return a mark for now; inside a capture, one that every replay sets anew."""
         if not self.on_cuda:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        captured = torch.cuda.is_current_stream_capturing()
+        event = torch.cuda.Event(enable_timing=True, external=captured)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
@@ -97,6 +99,15 @@ class _Run:
     outputs: dict[Ref, Tensor]
 
 
+@dataclass
+class _Marks:
+    """Start and end of every layer's forward and backward, and of the loss's where there is one."""
+
+    forward: dict[str, tuple[Any, Any]]
+    backward: dict[str, tuple[Any, Any]]
+    loss: tuple[tuple[Any, Any], tuple[Any, Any]] | None
+
+
 class Step:
     """Forward through a few consecutive layers, and backward again.
 
@@ -129,6 +140,8 @@ class Step:
         self._criterion = criterion
         self._clock = clock
         self._grads: dict[Ref, Tensor] = {}
+        self._graph: Any = None
+        self._marks: _Marks | None = None
 
     def warm_up(self, saved: SavedBytes) -> None:
         """Run once untimed, counting bytes."""
@@ -146,29 +159,56 @@ class Step:
             runs[name] = self._keep(inputs, outputs)
         self._backward(runs)
 
+    def capture(self) -> None:
+        """On a GPU, let the runs that follow be replays of a CUDA graph, as training's are.
+
+        What a graph cannot hold (random numbers, a wait for the device) stays launched one by one.
+        """
+        if not self._clock.on_cuda:
+            return
+        graph = torch.cuda.CUDAGraph()
+        try:
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+                marks = self._launch()
+        except RuntimeError:
+            torch.cuda.synchronize()
+            return
+        self._graph, self._marks = graph, marks
+
     def run(self) -> None:
         """Run once and add one sample to each layer."""
+        if self._graph is None:
+            marks = self._launch()
+        else:
+            assert self._marks is not None
+            marks = self._marks
+            self._graph.replay()
+        self._clock.finish()
+        between = self._clock.between
+        for name, sample in self.samples.items():
+            sample.forward_s.append(between(*marks.forward[name]))
+            sample.backward_s.append(between(*marks.backward[name]))
+        if marks.loss is not None:
+            last = self.samples[list(self._stages)[-1]]
+            last.forward_s[-1] += between(*marks.loss[0])
+            last.backward_s[-1] += between(*marks.loss[1])
+
+    def _launch(self) -> _Marks:
         clock, runs = self._clock, {}
         forward: dict[str, tuple[Any, Any]] = {}
         self.values = dict(self._before)
+        if clock.on_cuda:  # gradients are made, not added to, as in a step with one microbatch
+            for stage in self._stages.values():
+                stage.zero_grad(set_to_none=True)
         for name, stage in self._stages.items():
             inputs = self._inputs(stage)
             start = clock.mark()
             outputs = stage(inputs, 0)
             forward[name] = start, clock.mark()
             runs[name] = self._keep(inputs, outputs)
-        loss, loss_forward, loss_backward = self._loss()
-        backward = self._backward(runs)
-        clock.finish()
-        last = list(self._stages)[-1]
-        for name, sample in self.samples.items():
-            extra = (
-                (clock.between(*loss_forward), clock.between(*loss_backward))
-                if loss and name == last
-                else (0, 0)
-            )
-            sample.forward_s.append(clock.between(*forward[name]) + extra[0])
-            sample.backward_s.append(clock.between(*backward[name]) + extra[1])
+        loss = self._loss()
+        return _Marks(forward, self._backward(runs), loss)
 
     def _inputs(self, stage: StageModule) -> dict[Ref, Tensor]:
         graph = self._traced.graph
@@ -195,11 +235,10 @@ class Step:
             marks[name] = start, self._clock.mark()
         return marks
 
-    def _loss(self) -> tuple[bool, tuple[Any, Any], tuple[Any, Any]]:
-        """Run the loss on the model's outputs; return whether there is one, and its marks."""
-        nothing = (self._clock.mark(), self._clock.mark())
+    def _loss(self) -> tuple[tuple[Any, Any], tuple[Any, Any]] | None:
+        """Run the loss on the model's outputs, if there is one; return the marks of its two directions."""
         if self._criterion is None:
-            return False, nothing, nothing
+            return None
         graph = self._traced.graph
         outputs = {
             ref: self.values[ref].detach().requires_grad_(graph.spec(ref).requires_grad)
@@ -210,8 +249,19 @@ class Step:
         middle = self._clock.mark()
         if loss.requires_grad:
             loss.backward()
-        return True, (start, middle), (middle, self._clock.mark())
+        return (start, middle), (middle, self._clock.mark())
 
 
 def _memory(tensor: Tensor) -> int:
     return int(tensor.untyped_storage().data_ptr()) or id(tensor)
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """Let each of PyTorch's operators use so many threads for a while."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from pdmpi.errors import InputError
 from pdmpi.plan.cluster import Cluster
-from pdmpi.plan.partition import estimate_of, fits, partition
+from pdmpi.plan.partition import estimate_of, fits, partition, shortlist
 from pdmpi.plan.plan import Plan, ScheduleChoice
 from pdmpi.plan.profile import Profile
 from pdmpi.plan.terms import SCHEDULES, terms_of
@@ -21,10 +21,10 @@ _MICROBATCHES_A_STAGE = 4
 
 @dataclass(frozen=True, slots=True)
 class Considered:
-    """One schedule that was considered: its plan, or why there is none."""
+    """One schedule that was considered: its best plans by the closed form, or why there is none."""
 
     name: str
-    plan: Plan | None
+    plans: tuple[Plan, ...] = ()
     reason: str = ""
 
 
@@ -79,7 +79,7 @@ def _straight(profile: Profile, cluster: Cluster, choice: ScheduleChoice, stages
 
 
 def candidates(profile: Profile, cluster: Cluster, choice: ScheduleChoice) -> list[Considered]:
-    """Return the best plan of every schedule, or why it has none.
+    """Return the best plans of every schedule (see `shortlist`), or why it has none.
 
     Schedules that accumulate or flush use ``choice.microbatches``, or, when that is 1, four for
     each device.
@@ -91,12 +91,13 @@ def candidates(profile: Profile, cluster: Cluster, choice: ScheduleChoice) -> li
             microbatches = _MICROBATCHES_A_STAGE * cluster.num_devices
         own = replace(choice, name=name, microbatches=microbatches if terms.accumulates else 1)
         try:
-            plan = partition(profile, cluster, own)
+            plans = shortlist(profile, cluster, own)
         except InputError as error:
-            found.append(Considered(name, None, str(error)))
+            found.append(Considered(name, reason=str(error)))
             continue
-        problem = _unsuitable(plan)
-        found.append(Considered(name, None if problem else plan, problem))
+        problems = [_unsuitable(plan) for plan in plans]
+        suitable = tuple(plan for plan, problem in zip(plans, problems, strict=True) if not problem)
+        found.append(Considered(name, suitable, reason="" if suitable else problems[0]))
     return found
 
 

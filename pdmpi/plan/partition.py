@@ -22,9 +22,11 @@ from pdmpi.plan.profile import Profile
 from pdmpi.plan.search import MANY, by_stages, search, smallest_memory
 from pdmpi.plan.terms import terms_of
 
-__all__ = ["copies_of", "estimate_of", "fits", "partition", "top_plans"]
+__all__ = ["copies_of", "estimate_of", "fits", "partition", "shortlist", "top_plans"]
 
 _MOST_COMPARED = 4
+_MANY_DEVICES = 16
+_MUCH_SLOWER = 1.2
 
 
 def partition(
@@ -99,6 +101,24 @@ def top_plans(profile: Profile, cluster: Cluster, schedule: ScheduleChoice, coun
     best.setdefault(len(chosen.stages), chosen)
     ranked = sorted(best.items(), key=lambda item: (item[1].prediction.period_s, item[0]))
     return [_finished(plan) for _, plan in ranked[:count]]
+
+
+def shortlist(profile: Profile, cluster: Cluster, schedule: ScheduleChoice) -> list[Plan]:
+    """Return the plans worth simulating, best first: those of several numbers of stages, or the one best.
+
+    Those that the closed form finds much slower than the best are left out.  Clusters of many
+    devices get one, since their simulations take long.
+
+    Raises
+    ------
+    InputError
+        Nothing fits the memory, or the model has no parameters.
+    """
+    if cluster.num_devices > _MANY_DEVICES:
+        return [partition(profile, cluster, schedule)]
+    plans = top_plans(profile, cluster, schedule, _MOST_COMPARED)
+    limit = plans[0].prediction.period_s * _MUCH_SLOWER
+    return [plan for plan in plans if plan.prediction.period_s <= limit]
 
 
 def _checked(profile: Profile, cluster: Cluster, choice: ScheduleChoice, shape: Sequence[int]) -> Cuts:

@@ -5,20 +5,23 @@ from __future__ import annotations
 import json
 import os
 import socket
+import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-import numpy as np
+import torch
+from torch import nn
 
 from pdmpi.errors import InputError
+from pdmpi.model.timing import torch_threads
 from pdmpi.plan.cluster import Cluster, Device, Level
 from pdmpi.transport.base import Transport
 from pdmpi.transport.links import Link, measure_links
 
 __all__ = ["measured_cluster"]
 
-_KERNEL_S = 0.2
-_WORDS = 1 << 15
+_ALONE_S, _TOGETHER_S = 0.5, 2.0
+_BATCH, _CHANNELS, _WIDTH, _BLOCKS = 32, 16, 16, 4
 
 
 def measured_cluster(transport: Transport) -> Cluster:
@@ -79,22 +82,53 @@ def _level(name: str, count: int, links: Sequence[Link], shared: bool = False) -
 
 
 def _relative_speed(transport: Transport) -> float:
-    """Return this rank's speed while all compute, over the first rank's speed alone."""
-    alone = _speed() if transport.rank == 0 else 0.0
-    alone = float(_share(transport, repr(alone).encode())[0])
-    transport.barrier()
-    return _speed() / alone
+    """Return this rank's steps a second while all compute, over the first rank's speed alone.
+
+    Alone the median step counts, as in a profile; together every second counts, those too in
+    which the host gave the time to others.
+    """
+    with torch_threads(1):
+        step = _training_step()
+        alone = statistics.median(_seconds(step, _ALONE_S)) if transport.rank == 0 else 0.0
+        alone = float(_share(transport, repr(alone).encode())[0])
+        transport.barrier()
+        return alone / statistics.fmean(_seconds(step, _TOGETHER_S))
 
 
-def _speed() -> float:
-    """Return runs per second of a kernel that stays in one core's cache."""
-    values = np.linspace(0.0, 1.0, _WORDS)
-    begin = time.perf_counter()
-    runs = 0
-    while time.perf_counter() - begin < _KERNEL_S:
-        np.exp(values)
-        runs += 1
-    return runs / (time.perf_counter() - begin)
+def _training_step() -> Callable[[], None]:
+    """Return a step of a small convolutional net, whose activations outgrow a core's own cache.
+
+    Training ranks slow each other in the caches and the memory that they share, which a
+    kernel that stays in registers would not show.
+    """
+    layers = [
+        layer
+        for _ in range(_BLOCKS)
+        for layer in (
+            nn.Conv2d(_CHANNELS, _CHANNELS, 3, padding=1), nn.BatchNorm2d(_CHANNELS), nn.ReLU(),
+        )
+    ]  # fmt: skip
+    model = nn.Sequential(*layers)
+    source = torch.ones(_BATCH, _CHANNELS, _WIDTH, _WIDTH)
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        model(source).sum().backward()
+
+    step()
+    return step
+
+
+def _seconds(step: Callable[[], None], budget_s: float) -> list[float]:
+    """Return what each step took, over and over until the budget is spent."""
+    found: list[float] = []
+    began = ended = time.perf_counter()
+    while ended - began < budget_s:
+        started = ended
+        step()
+        ended = time.perf_counter()
+        found.append(ended - started)
+    return found
 
 
 def _memory_bytes() -> int:

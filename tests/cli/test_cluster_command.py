@@ -49,7 +49,8 @@ def on_hosts(monkeypatch: pytest.MonkeyPatch, hosts: list[str]) -> list[Cluster]
 
     monkeypatch.setattr(measuring, "_share", renamed)
     monkeypatch.setattr(measuring.socket, "gethostname", lambda: "real")
-    monkeypatch.setattr(measuring, "_KERNEL_S", 0.01)
+    monkeypatch.setattr(measuring, "_ALONE_S", 0.02)
+    monkeypatch.setattr(measuring, "_TOGETHER_S", 0.02)
     return LocalWorld(len(hosts)).run(measured_cluster)
 
 
