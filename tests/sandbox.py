@@ -35,7 +35,7 @@ class Sandbox:
             env=self.environment,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=300,
         )
         if check and done.returncode:
             pytest.fail(f"{command}: exit {done.returncode}\n{done.stdout}{done.stderr}")
@@ -55,7 +55,7 @@ class Sandbox:
         change one that is not wholly gone from its nodes.
         """
         update = ["scontrol", "update", f"JobId={number}", "StartTime=now+2"]
-        return not subprocess.run(update, env=self.environment, capture_output=True, timeout=60).returncode
+        return not subprocess.run(update, env=self.environment, capture_output=True, timeout=300).returncode
 
     def wait(self, number: str, *states: str, timeout_s: float = 60.0) -> dict[str, str]:
         """Wait until a job is in one of the states; a requeued job is started at once."""
@@ -79,7 +79,7 @@ def private_slurm(nodes: int = 2, gpus: int = 2) -> Iterator[Sandbox]:
     """Start a Slurm of its own and stop it; its jobs find this Python and its MPI."""
     directory = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
     try:
-        subprocess.run([TOOL, "start", directory, str(nodes), str(gpus)], check=True, timeout=60)
+        subprocess.run([TOOL, "start", directory, str(nodes), str(gpus)], check=True, timeout=300)
         outer = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "OMPI_", "PMI"))}
         environment = (
             outer
@@ -92,5 +92,5 @@ def private_slurm(nodes: int = 2, gpus: int = 2) -> Iterator[Sandbox]:
         )
         yield Sandbox(directory, environment)
     finally:
-        subprocess.run([TOOL, "stop", directory], timeout=60)
+        subprocess.run([TOOL, "stop", directory], timeout=300)
         shutil.rmtree(directory, ignore_errors=True)

@@ -25,7 +25,7 @@ main.main()
 
 def run(body: str, **env: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", RAISING.format(body=body)]
-    return subprocess.run(command, capture_output=True, text=True, env=env or None, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, env=env or None, timeout=300)
 
 
 @pytest.mark.parametrize(

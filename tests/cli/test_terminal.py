@@ -13,7 +13,7 @@ REPORT = "from pdmpi.cli.terminal import is_terminal; print('seen', is_terminal(
 
 
 def test_a_pipe_is_no_terminal() -> None:
-    done = subprocess.run([sys.executable, "-c", REPORT], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", REPORT], capture_output=True, text=True, timeout=300)
     assert done.stdout == "seen False False\n"
 
 

@@ -55,7 +55,7 @@ def test_a_signal_checkpoints_and_the_resumed_run_is_bitwise_the_whole_one(runs,
     wait_for_loss(tmp_path, 6, job)
     job.send_signal(signal.SIGUSR1)
     job.send_signal(signal.SIGUSR1)
-    _, said = job.communicate(timeout=120)
+    _, said = job.communicate(timeout=300)
     assert job.returncode == 75, said
     assert "received SIGUSR1" in said
     status = read_status(tmp_path)
@@ -74,7 +74,7 @@ def test_a_killed_rank_costs_what_came_after_the_checkpoint_and_no_more(runs, tm
     victim = rank_process(job, 2)
     killed = time.monotonic()
     os.kill(victim, signal.SIGKILL)
-    _, said = job.communicate(timeout=120)
+    _, said = job.communicate(timeout=300)
     assert time.monotonic() - killed < 10
     assert job.returncode != 0
     assert "rank 2 (stage 1, replica 0" in said
@@ -119,11 +119,11 @@ def test_another_plan_goes_on_training(runs, tmp_path):
 
 def test_the_plan_is_made_again_for_the_ranks_that_are_there(runs, tmp_path):
     job = start(2, arguments(runs, "2-1", tmp_path, "--resume", runs / "whole"))
-    _, said = job.communicate(timeout=120)
+    _, said = job.communicate(timeout=300)
     assert job.returncode == 2
     assert re.search("the plan is for 3 ranks, 2 were started", said)
     job = start(2, arguments(runs, "2-1", tmp_path, "--resume", runs / "whole", "--replan", "auto"))
-    _, said = job.communicate(timeout=120)
+    _, said = job.communicate(timeout=300)
     assert job.returncode == 0, said
     assert "planned again for 2 ranks" in said
     assert_same_state(newest(runs / "whole"), newest(tmp_path))

@@ -221,7 +221,7 @@ def test_fuzzed_files_are_refused_without_a_crash_or_a_memory_blow_up(image):
         "    fuzz(image, seed)\n"
         "    print(seed, flush=True)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], input=image, capture_output=True, timeout=280)
+    done = subprocess.run([sys.executable, "-c", program], input=image, capture_output=True, timeout=300)
     lines = done.stdout.split()
     assert done.returncode == 0, (done.returncode, lines[-1:], done.stderr[-2000:])
     assert len(lines) == 1000
