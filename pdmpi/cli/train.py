@@ -64,6 +64,7 @@ def command(
     run = _read(config)
     from pdmpi.runtime.agree import from_rank_0
     from pdmpi.runtime.keeper import Keeper
+    from pdmpi.runtime.network import network_notes
     from pdmpi.runtime.place import open_transport
     from pdmpi.runtime.replan import fitted
     from pdmpi.runtime.setup import label_of, load_datasets
@@ -91,6 +92,8 @@ def command(
                 notice(line)
             trainer = Trainer(run, plan, transport, load_datasets(run), shown, device)
             from_rank_0(transport, lambda: _lock(directory, job, held))  # after all checks of the input
+            for line in network_notes(plan, transport, [peer.host for peer in watch.peers]):
+                notice(line)
             keeper = Keeper(
                 run, plan, trainer, transport, run_dir=directory, job=job, stop=stop, notice=shown.notice
             )

@@ -127,7 +127,11 @@ class RuntimeConfig(_Table):
     """``[runtime]``: how ranks run their programs."""
 
     stall_timeout_s: float = Field(default=300.0, gt=0)
-    """Seconds without any progress of a transfer after which the job is ended."""
+    """Seconds that a transfer of the program may take; then the job is ended.
+
+    Where all ranks meet (start, checkpoint, end of a program) it is ten times as long, since one of them
+    may be reading data or writing a file.
+    """
 
 
 class CheckpointConfig(_Table):

@@ -24,6 +24,10 @@ _TOLD_GRACE_S = 15.0
 """How long the launcher has to end the others, before they are killed."""
 _POLL_S = 0.1
 
+_LAUNCHERS = ("mpirun", "mpiexec", "mpiexec.hydra", "prterun", "prted", "hydra_pmi_proxy")
+_LAUNCHER_GRACE_S = 10.0
+"""How long a launcher has to end once its ranks here are gone: one waits for ever for a host that hangs."""
+
 
 def state_of(pid: int) -> str:
     """Return the kernel's letter for a process's state, or nothing when there is none."""
@@ -74,6 +78,35 @@ class _Rank:
             pass
 
 
+class _Launcher:
+    """The process of an MPI launcher that a rank was started by, where there is one that can be ended."""
+
+    def __init__(self, pid: int) -> None:
+        self._descriptor: int | None = None
+        while pid > 1:
+            try:
+                with open(f"/proc/{pid}/stat") as file:
+                    name, _, rest = file.read().partition("(")[2].rpartition(")")
+                if name in _LAUNCHERS:
+                    self._descriptor = os.pidfd_open(pid)
+                    return
+                pid = int(rest.split()[1])
+            except (AttributeError, OSError):
+                return
+
+    def end(self) -> None:
+        """Wait for it to end by itself, then ask it, then end it; its exit code tells of the failure."""
+        if self._descriptor is None:
+            return
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            if select.select([self._descriptor], [], [], _LAUNCHER_GRACE_S)[0]:
+                return
+            try:
+                signal.pidfd_send_signal(self._descriptor, number)
+            except OSError:
+                return
+
+
 class _Waiter:
     """Waits for descriptors and tells the one that was ready first.
 
@@ -105,8 +138,8 @@ class _Waiter:
         return ready[0] if ready else None
 
 
-def _guard(ranks: list[_Rank], commands: int) -> None:
-    """Return when the run ended in order or no rank is left."""
+def _guard(ranks: list[_Rank], commands: int) -> bool:
+    """Return whether the run ended in order, and not because no rank is left."""
     deadline: float | None = None
     waiter = _Waiter()
     waiter.add(commands)
@@ -119,7 +152,7 @@ def _guard(ranks: list[_Rank], commands: int) -> None:
         first = waiter.first(_POLL_S if blind or deadline is not None else None)
         if first == commands:
             if os.read(commands, 1):
-                return
+                return True
             waiter.remove(commands)
         ended = [rank for rank in ranks if rank.is_told_by(first)]
         for rank in ended:
@@ -137,6 +170,7 @@ def _guard(ranks: list[_Rank], commands: int) -> None:
         if deadline is not None and time.monotonic() > deadline:
             for rank in ranks:
                 rank.kill()
+    return False
 
 
 def _say(died: list[_Rank], left: list[_Rank]) -> None:
@@ -159,8 +193,10 @@ def main() -> None:
             ranks.append(_Rank(name, pid, words, pipe))
         except OSError:
             continue  # the system hides it from us, so it cannot be watched
+    launcher = _Launcher(os.getppid())
     os.write(1, b"r")
-    _guard(ranks, commands=0)
+    if not _guard(ranks, commands=0):
+        launcher.end()
 
 
 if __name__ == "__main__":

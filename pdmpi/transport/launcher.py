@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 
 from pdmpi.errors import InputError
 
-__all__ = ["check_world_size", "launched_size", "local_rank", "local_size"]
+__all__ = ["check_world_size", "launched_size", "local_rank", "local_size", "set_library_defaults"]
 
 _SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_NUM_TASKS")
 """Processes that were started together.  Slurm's comes last: under mpirun it counts daemons."""
 
 _LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "MV2_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
 _LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE")
+
+
+_LIBRARY_DEFAULTS = {
+    # Otherwise Open MPI lets large messages that cross on a TCP link wait for each other: half of its rate.
+    "OMPI_MCA_btl_tcp_flags": "send",
+}
+"""Settings of MPI libraries that a pipeline wants, for those who set none themselves."""
+
+
+def set_library_defaults(environ: MutableMapping[str, str]) -> None:
+    """Set what a pipeline wants of MPI libraries, before one starts; a user's own setting stays."""
+    for name, value in _LIBRARY_DEFAULTS.items():
+        environ.setdefault(name, value)
 
 
 def _first(names: tuple[str, ...], environ: Mapping[str, str]) -> tuple[str, int] | None:

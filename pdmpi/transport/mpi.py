@@ -15,15 +15,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from mpi4py import MPI
 from numpy.typing import NDArray
 
 from pdmpi.errors import InputError, PdmpiError, RankFailure
 from pdmpi.transport.base import Bound, Bytes, Request
 from pdmpi.transport.dtypes import SUM_DTYPES, known_sum, needs_widening, round_into, summed_view, widened
-from pdmpi.transport.launcher import check_world_size
+from pdmpi.transport.launcher import check_world_size, set_library_defaults
 from pdmpi.transport.operation import Operation, OperationOwner
 from pdmpi.transport.progress import Progress
+
+set_library_defaults(os.environ)
+from mpi4py import MPI  # noqa: E402 (reads them)
 
 __all__ = ["MAX_MESSAGE_BYTES", "MpiTransport", "Sum", "Transfer", "concurrent", "library"]
 
@@ -247,8 +249,8 @@ class MpiTransport(OperationOwner):
         """Return every rank's bytes, by rank, on ``root``."""
         if self.rank != root:
             length = np.array([len(data)], np.int64).view(np.uint8)
-            self._transfer(length, root, _HEADER_TAG, self._control, sending=True).wait()
-            self._transfer(np.frombuffer(data, np.uint8), root, _DATA_TAG, self._control, sending=True).wait()
+            self._meet(length, root, _HEADER_TAG, sending=True)
+            self._meet(np.frombuffer(data, np.uint8), root, _DATA_TAG, sending=True)
             return []
         found = []
         for rank in range(self.size):
@@ -256,9 +258,9 @@ class MpiTransport(OperationOwner):
                 found.append(data)
                 continue
             length = np.empty(8, np.uint8)
-            self._transfer(length, rank, _HEADER_TAG, self._control, sending=False).wait()
+            self._meet(length, rank, _HEADER_TAG, sending=False)
             buffer = np.empty(int(length.view(np.int64)[0]), np.uint8)
-            self._transfer(buffer, rank, _DATA_TAG, self._control, sending=False).wait()
+            self._meet(buffer, rank, _DATA_TAG, sending=False)
             found.append(buffer.tobytes())
         return found
 
@@ -320,13 +322,19 @@ class MpiTransport(OperationOwner):
     ) -> Operation:
         return Transfer(self, comm, buffer, peer, tag, sending=sending, persistent=False).post()
 
+    def _meet(self, buffer: Bytes, peer: int, tag: int, *, sending: bool) -> None:
+        """Pass a control message to a rank that may come late."""
+        transfer = Transfer(self, self._control, buffer, peer, tag, sending=sending, persistent=False)
+        transfer.meeting = True
+        transfer.post().wait()
+
     def _finish(self, request: MPI.Request, what: str) -> None:
         def stalled() -> PdmpiError:
-            name, limit = self.describe(self.rank), self.progress.stall_timeout_s
-            return RankFailure(f"{name} could not {what}: nothing for {limit:g} s")
+            cause = self.progress.nothing_came(meeting=True)
+            return RankFailure(f"{self.describe(self.rank)} could not {what}: {cause}")
 
         self.progress.started()
-        self.progress.wait(request.Test, stalled)
+        self.progress.wait(request.Test, stalled, meeting=True)
 
 
 _MPI_TYPES = {

@@ -57,6 +57,9 @@ class OperationOwner:
 class Operation:
     """Something that a library does, once or again and again; started at once or when its buffer is ready."""
 
+    meeting = False
+    """Whether it waits for a rank to come to where ranks meet, and not for a message of the program."""
+
     def __init__(self, owner: OperationOwner) -> None:
         self._owner = owner
         self._active = False
@@ -79,7 +82,7 @@ class Operation:
     def wait(self) -> None:
         """Block until it is done."""
         if self._active:
-            self._owner.progress.wait(self._test, self._stalled)
+            self._owner.progress.wait(self._test, self._stalled, self.meeting)
             self._active = False
             self._finish()
 
@@ -110,7 +113,7 @@ class Operation:
             raise self._failed(self._owner.reason(error)) from error
 
     def _stalled(self) -> PdmpiError:
-        return self._failed(f"nothing for {self._owner.progress.stall_timeout_s:g} s")
+        return self._failed(self._owner.progress.nothing_came(self.meeting))
 
     def _failed(self, cause: str) -> RankFailure:
         return RankFailure(f"{self._owner.describe(self._owner.rank)} could not {self._what()}: {cause}")

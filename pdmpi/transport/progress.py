@@ -12,7 +12,10 @@ from collections.abc import Callable
 
 from pdmpi.errors import PdmpiError
 
-__all__ = ["Progress"]
+__all__ = ["MEETING_PATIENCE", "Progress"]
+
+MEETING_PATIENCE = 10
+"""Stall timeouts that a rank waits for others to come to a barrier, broadcast or gather."""
 
 _MIN_SLEEP_S = 20e-6
 _ASIDE_SLEEP_S = 500e-6
@@ -32,7 +35,7 @@ class Progress:
         Lets all outstanding requests progress; called by the second thread.  None when
         the library may be called by one thread only.
     stall_timeout_s
-        Longest wait for one request, in seconds.
+        Longest wait for one request, in seconds; `MEETING_PATIENCE` times as long where ranks meet.
     spin_s
         How long a wait tests without sleeping.
     max_sleep_s
@@ -71,18 +74,32 @@ class Progress:
         if not self._wanted.is_set():
             self._wanted.set()
 
-    def wait(self, test: Callable[[], bool], stalled: Callable[[], PdmpiError]) -> None:
+    def limit_s(self, meeting: bool) -> float:
+        """Return the longest wait; where ranks meet, another may be reading data or writing a file."""
+        return self.stall_timeout_s * (MEETING_PATIENCE if meeting else 1)
+
+    def nothing_came(self, meeting: bool) -> str:
+        """Return what to say after a wait that was too long, and which knob allows a longer one."""
+        return (
+            f"nothing for {self.limit_s(meeting):g} s: a rank, host or link hangs, or is slower than "
+            f"[runtime] stall_timeout_s = {self.stall_timeout_s:g} allows"
+            + (f" ({MEETING_PATIENCE} times that where ranks meet)" if meeting else "")
+        )
+
+    def wait(
+        self, test: Callable[[], bool], stalled: Callable[[], PdmpiError], meeting: bool = False
+    ) -> None:
         """Block until ``test`` says that a started request is done.
 
         Raises
         ------
         PdmpiError
-            What ``stalled`` returns, after ``stall_timeout_s``.
+            What ``stalled`` returns, after `limit_s`.
         """
         if not test():
             self._waiting = True
             try:
-                self._poll(test, stalled)
+                self._poll(test, stalled, self.limit_s(meeting))
             finally:
                 self._waiting = False
         self._outstanding -= 1
@@ -93,7 +110,7 @@ class Progress:
         self._wanted.set()
         self._thread.join()
 
-    def _poll(self, test: Callable[[], bool], stalled: Callable[[], PdmpiError]) -> None:
+    def _poll(self, test: Callable[[], bool], stalled: Callable[[], PdmpiError], limit_s: float) -> None:
         begin = time.monotonic()
         while True:
             if test():
@@ -101,7 +118,7 @@ class Progress:
             waited = time.monotonic() - begin
             if waited < self._spin_s:
                 continue
-            if waited > self.stall_timeout_s:
+            if waited > limit_s:
                 raise stalled()
             time.sleep(min(max(_BACKOFF * waited, _MIN_SLEEP_S), self._max_sleep_s))
 
