@@ -18,7 +18,7 @@ from pdmpi.plan.store import load_plan
 from pdmpi.slurm.commands import submit, wait
 from pdmpi.slurm.options import JobOptions, load_site, merged
 from pdmpi.slurm.script import Job, job_script
-from pdmpi.slurm.shape import JobShape, shape_of
+from pdmpi.slurm.shape import JobShape, assignment, shape_of, shape_problem
 
 __all__ = ["command"]
 
@@ -69,12 +69,15 @@ def command(
     options = merged(_site_defaults(site), _given(given))
     if options.venv is None and sys.prefix != sys.base_prefix:
         options = options.model_copy(update={"venv": sys.prefix})
+    shape = _shape(plan, options)
+    if "--replan" not in train_args:
+        _check_placement(plan, shape)
     run_dir = (run_dir or Path(run_config.output.run_dir)).absolute()
     files = ["--plan", str(plan_path.absolute()), "--run-dir", str(run_dir)]
     resume = [] if "--resume" in train_args else ["--resume", "auto"]
     job = Job(
         name=config.stem,
-        shape=_shape(plan, options),
+        shape=shape,
         uses_gpus=any(not device.name.lower().startswith("cpu") for device in plan.cluster.devices),
         command=("pdmpi", "train", str(config.absolute()), *files, *resume, *train_args),
         directory=Path.cwd(),
@@ -113,8 +116,14 @@ def _given(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _shape(plan: Plan, options: JobOptions) -> JobShape:
-    node_of = {place.rank: place.node for place in plan.placement}
-    return shape_of([node_of[rank] for rank in range(plan.num_ranks)], options.nodes)
+    return shape_of(plan.nodes, options.nodes)
+
+
+def _check_placement(plan: Plan, shape: JobShape) -> None:
+    """Refuse a job that would refuse its plan, now rather than when it starts."""
+    hosts = [f"node {rank // shape.ranks_per_node}" for rank in range(shape.num_ranks)]
+    if assignment(plan.nodes, hosts) is None:
+        raise InputError(f"--nodes {shape.num_nodes}: {shape_problem(plan.nodes, hosts)}")
 
 
 def _emit(shape: JobShape, number: str | None, run_dir: Path, script: str, as_json: bool) -> None:

@@ -82,30 +82,32 @@ def command(
         StopRequest(signals, deadline_unix_s=limit, margin_s=run.checkpoint.margin_s, notice=notice) as stop,
     ):
         plan = plan_from_bytes(from_rank_0(transport, lambda: plan_to_bytes(load_plan(plan_path))))
-        plan = fitted(plan, transport, replan == "auto", notice)
+        plan = fitted(plan, transport, replan == "auto", run.schedule, notice)
         directory = run_dir or Path(run.output.run_dir)
         label = label_of(plan, transport.rank) or "no stage"
-        with Watch(transport, label) as watch:
+        stages = [place.stage for place in plan.placement if place.rank == transport.rank]
+        with Watch(transport, label, stages) as watch:
             transport.describe = watch.describe
             shown = _Shown(run, plan, directory, is_first)
             for line in notes:
                 notice(line)
-            trainer = Trainer(run, plan, transport, load_datasets(run), shown, device)
+            trainer = Trainer(run, plan, transport, load_datasets(run), shown, device, watch.recorder)
             from_rank_0(transport, lambda: _lock(directory, job, held))  # after all checks of the input
             for line in network_notes(plan, transport, [peer.host for peer in watch.peers]):
                 notice(line)
             keeper = Keeper(
                 run, plan, trainer, transport, run_dir=directory, job=job, stop=stop, notice=shown.notice
             )
-            position = keeper.start(resume, init)
-            shown.open(trainer.minibatches, position.total)
-            while position.epoch < trainer.epochs:
-                epoch = position.epoch
-                position = trainer.epoch(position, keeper.drained)
-                if run.train.evaluate_every and (epoch + 1) % run.train.evaluate_every == 0:
-                    trainer.evaluate(epoch)
-                    keeper.drained(position)  # a pass may take long, and a signal come meanwhile
-            keeper.finish(position)
+            with transport.heartbeat(run.runtime.silence_timeout_s):
+                position = keeper.start(resume, init)
+                shown.open(trainer.minibatches, position.total)
+                while position.epoch < trainer.epochs:
+                    epoch = position.epoch
+                    position = trainer.epoch(position, keeper.drained)
+                    if run.train.evaluate_every and (epoch + 1) % run.train.evaluate_every == 0:
+                        trainer.evaluate(epoch)
+                        keeper.drained(position)  # a pass may take long, and a signal come meanwhile
+                keeper.finish(position)
             shown.close(as_json)
     transport.close()
 

@@ -132,6 +132,8 @@ class RuntimeConfig(_Table):
     Where all ranks meet (start, checkpoint, end of a program) it is ten times as long, since one of them
     may be reading data or writing a file.
     """
+    silence_timeout_s: float = Field(default=7.0, gt=0)
+    """Seconds without a sign of life of a rank (stopped, its host or link gone) until the job is ended."""
 
 
 class CheckpointConfig(_Table):

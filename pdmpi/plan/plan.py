@@ -116,6 +116,12 @@ class Plan:
         return 1 + max(p.rank for p in self.placement)
 
     @property
+    def nodes(self) -> list[int]:
+        """Node of each rank."""
+        node_of = {p.rank: p.node for p in self.placement}
+        return [node_of[rank] for rank in range(self.num_ranks)]
+
+    @property
     def devices(self) -> list[list[int]]:
         """Devices of the cluster that play each stage, in the order of its replicas."""
         groups: list[list[int]] = [[] for _ in self.stages]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableSequence
 from time import perf_counter
 
 import numpy as np
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from pdmpi.errors import PdmpiError
 from pdmpi.runtime.mailbox import Mailbox
 from pdmpi.runtime.player import Player
+from pdmpi.runtime.recorder import Recorder
 from pdmpi.schedule.check import CheckedProgram
 from pdmpi.schedule.program import Instruction, Op, Program
 from pdmpi.transport.base import Request
@@ -38,6 +39,8 @@ class Executor:
         of the rank's first stage.
     settle
         Returns when the device has run all that was queued.
+    recorder
+        Is told which instruction is run.
     """
 
     def __init__(
@@ -48,16 +51,19 @@ class Executor:
         mailbox: Mailbox,
         on_microbatch: Callable[[int], None] | None = None,
         settle: Callable[[], None] = lambda: None,
+        recorder: Recorder | None = None,
     ) -> None:
         self.program: Program = checked.program
         self._rank = rank
         self._players = players
         self._rows = self.program.rows[self._rank].tolist()
+        self._versions = [_versions(self.program, c.source_stage) for c in self.program.channels]
         self._receives: dict[tuple[int, int], Request] = {}
         self._sends: dict[tuple[int, int], Request] = {}
         self._mailbox = mailbox
         self._on_microbatch = on_microbatch
         self._settle = settle
+        self._recorder = recorder
         trains = any(row[0] in (Op.BACKWARD, Op.BACKWARD_INPUT) for row in self._rows)
         self._counted = (Op.BACKWARD, Op.BACKWARD_INPUT) if trains else (Op.FORWARD,)
         self._first = min(players)
@@ -75,9 +81,13 @@ class Executor:
         handlers = self._handlers()
         starts, ends = self.start_s, self.end_s
         i = 0
+        at: MutableSequence[int] = [0]
+        if self._recorder is not None:
+            at = self._recorder.begin(self.program.rows[self._rank])
         origin = perf_counter()
         try:
             for i, (op, stage, k, a, b, c, d, e) in enumerate(self._rows):
+                at[0] = i
                 starts[i] = perf_counter() - origin
                 handlers[op](stage, k, a, b, c, d, e)
                 ends[i] = perf_counter() - origin
@@ -92,6 +102,8 @@ class Executor:
                 f"{instruction}: {type(error).__name__}: {error}{where}"
             ) from error
         self._settle()
+        if self._recorder is not None:
+            self._recorder.end()
         ends[-1:] = perf_counter() - origin
         for player in self._players.values():
             player.weights.rewind()
@@ -119,7 +131,7 @@ class Executor:
 
     def _wait_recv(self, stage: int, k: int, channel: int, peer: int, slot: int, *_: int) -> None:
         self._receives.pop((channel, slot)).wait()
-        self._mailbox.incoming(self.program.channels[channel], slot).check(k)
+        self._mailbox.incoming(self.program.channels[channel], slot).check(k, self._versions[channel][k])
 
     def _post_send(self, stage: int, k: int, channel: int, peer: int, slot: int, *_: int) -> None:
         bound = self._mailbox.send(self.program.channels[channel], slot, peer)
@@ -127,3 +139,13 @@ class Executor:
 
     def _wait_send(self, stage: int, k: int, channel: int, peer: int, slot: int, *_: int) -> None:
         self._sends.pop((channel, slot)).wait()
+
+
+def _versions(program: Program, stage: int) -> list[int]:
+    """Return the weight version that a stage runs each microbatch with."""
+    versions = np.zeros(program.num_microbatches, np.int64)
+    for rank in program.topology.ranks[stage]:
+        rows = program.rows[rank]
+        forwards = rows[(rows[:, 0] == Op.FORWARD) & (rows[:, 1] == stage)]
+        versions[forwards[:, 2]] = forwards[:, 3]
+    return [int(version) for version in versions]

@@ -12,12 +12,26 @@ import json
 import os
 import select
 import signal
+import struct
 import time
 
-__all__ = ["DONE", "TOLD", "state_of"]
+__all__ = [
+    "DONE", "HEAD_BYTES", "NOWHERE", "NUMBER", "NUM_COLUMNS", "TOLD", "WORDS", "instruction_at", "state_of",
+]  # fmt: skip
 
 DONE, TOLD = b"done", b"told"
 """Last words of a rank: it ended in order; its failure was already shown."""
+
+HEAD_BYTES = 64
+WORDS, NUMBER = slice(0, 16), slice(16, 24)
+"""What a rank's recorder holds: last words, the number of its present instruction, and from
+``HEAD_BYTES`` on its instructions, rows of 32-bit integers that start with the operation."""
+
+NUM_COLUMNS = 8
+"""Integers in a row; the same as the program's (this file imports nothing of the package)."""
+
+NOWHERE = -1
+"""The number before the first instruction."""
 
 _DIED_GRACE_S = 2.0
 _TOLD_GRACE_S = 15.0
@@ -38,6 +52,26 @@ def state_of(pid: int) -> str:
         return ""
 
 
+def instruction_at(recorder: int, templates: list[str]) -> str:
+    """Return what a rank is at, ``" in instruction 12, FORWARD s1 k5 ..."``, or nothing.
+
+    Parameters
+    ----------
+    recorder
+        Descriptor of its recorder.
+    templates
+        For each operation, in the order of their numbers, a format string for its row.
+    """
+    head = os.pread(recorder, HEAD_BYTES, 0)
+    number = struct.unpack("q", head[NUMBER])[0] if len(head) == HEAD_BYTES else NOWHERE
+    width = 4 * NUM_COLUMNS
+    packed = os.pread(recorder, width, HEAD_BYTES + number * width) if number != NOWHERE else b""
+    if len(packed) < width:
+        return ""
+    row = struct.unpack(f"{NUM_COLUMNS}i", packed)
+    return f" in instruction {number}, {templates[row[0]].format(*row)}"
+
+
 class _Rank:
     """A process to watch, and its last words.
 
@@ -46,10 +80,10 @@ class _Rank:
     such a thing, tells of the end of its exit, also when a child of its holds the pipe open.
     """
 
-    def __init__(self, name: str, pid: int, words: int, pipe: int) -> None:
+    def __init__(self, name: str, pid: int, recorder: int, pipe: int) -> None:
         self.name = name
         self._pid = pid
-        self._words = os.open(f"/proc/{pid}/fd/{words}", os.O_RDONLY)
+        self.recorder = os.open(f"/proc/{pid}/fd/{recorder}", os.O_RDONLY)
         self.pipe = os.open(f"/proc/{pid}/fd/{pipe}", os.O_RDONLY | os.O_NONBLOCK)
         self.descriptor: int | None = None
         try:
@@ -65,7 +99,7 @@ class _Rank:
 
     def last_words(self) -> bytes:
         """What it left to be read: `DONE`, `TOLD` or nothing."""
-        return os.pread(self._words, 16, 0)
+        return os.pread(self.recorder, WORDS.stop, 0).rstrip(b"\0")
 
     def kill(self) -> None:
         """End it; the descriptor cannot mean another process that got the same number."""
@@ -138,7 +172,7 @@ class _Waiter:
         return ready[0] if ready else None
 
 
-def _guard(ranks: list[_Rank], commands: int) -> bool:
+def _guard(ranks: list[_Rank], templates: list[str], commands: int) -> bool:
     """Return whether the run ended in order, and not because no rank is left."""
     deadline: float | None = None
     waiter = _Waiter()
@@ -163,7 +197,7 @@ def _guard(ranks: list[_Rank], commands: int) -> bool:
         failed = [rank for rank in ended if rank.last_words() != DONE]
         died = [rank for rank in failed if rank.last_words() != TOLD]
         if died and deadline is None:
-            _say(died, ranks)
+            _say(died, ranks, templates)
         if failed:
             grace_s = _DIED_GRACE_S if died else _TOLD_GRACE_S
             deadline = min(deadline or float("inf"), time.monotonic() + grace_s)
@@ -173,10 +207,11 @@ def _guard(ranks: list[_Rank], commands: int) -> bool:
     return False
 
 
-def _say(died: list[_Rank], left: list[_Rank]) -> None:
-    names, others = (", ".join(rank.name for rank in ranks) for ranks in (died, left))
+def _say(died: list[_Rank], left: list[_Rank], templates: list[str]) -> None:
+    names = ", ".join(f"{rank.name} died{instruction_at(rank.recorder, templates)}" for rank in died)
+    others = ", ".join(rank.name for rank in left)
     ending = f"; ending {others}" if others else ""
-    os.write(2, f"pdmpi: error: {names} died{ending}\n".encode())
+    os.write(2, f"pdmpi: error: {names}{ending}\n".encode())
 
 
 def main() -> None:
@@ -188,14 +223,15 @@ def main() -> None:
             return
         line += byte
     ranks = []
-    for name, pid, words, pipe in json.loads(line):
+    watched, templates = json.loads(line)
+    for name, pid, recorder, pipe in watched:
         try:
-            ranks.append(_Rank(name, pid, words, pipe))
+            ranks.append(_Rank(name, pid, recorder, pipe))
         except OSError:
             continue  # the system hides it from us, so it cannot be watched
     launcher = _Launcher(os.getppid())
     os.write(1, b"r")
-    if not _guard(ranks, commands=0):
+    if not _guard(ranks, templates, commands=0):
         launcher.end()
 
 

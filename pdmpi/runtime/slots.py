@@ -71,15 +71,13 @@ class Region:
         self._header[1] = version
         self._loss[2] = loss
 
-    def check(self, microbatch: int) -> None:
-        """Raise unless the region holds what the program says was received."""
-        if self.on_host and self._header[0] != microbatch:
-            raise PdmpiError(f"received microbatch {self._header[0]} where {microbatch} was due")
-
-    @property
-    def version(self) -> int:
-        """Weight version that made the tensors; -1 where it is not known."""
-        return int(self._header[1]) if self.on_host else -1
+    def check(self, microbatch: int, version: int) -> None:
+        """Raise unless the region holds what the program says was received: whose, of which weights."""
+        if self.on_host and (self._header[0] != microbatch or self._header[1] != version):
+            raise PdmpiError(
+                f"received microbatch {self._header[0]} of weight version {self._header[1]} where "
+                f"{microbatch} of version {version} was due"
+            )
 
     @property
     def loss(self) -> float:

@@ -22,6 +22,7 @@ from pdmpi.runtime.evaluation import Score, Scorer
 from pdmpi.runtime.executor import Executor
 from pdmpi.runtime.feed import Feed, epoch_order, feed, padded_order
 from pdmpi.runtime.player import Criterion
+from pdmpi.runtime.recorder import Recorder
 from pdmpi.runtime.report import Listener, RankReport, SegmentReport
 from pdmpi.runtime.setup import Datasets, Rank, build_rank, check_fit, label_of, quantum_of, trace_run
 from pdmpi.runtime.statistics import average_statistics
@@ -82,6 +83,8 @@ class Trainer:
         Told what happens, on rank 0.
     device
         Where this rank computes.
+    recorder
+        Is told which instruction is run.
 
     Raises
     ------
@@ -97,6 +100,7 @@ class Trainer:
         datasets: Datasets,
         listener: Listener,
         device: torch.device = _HOST,
+        recorder: Recorder | None = None,
     ) -> None:
         torch.set_num_threads(config.train.threads)
         self.config = config
@@ -105,6 +109,7 @@ class Trainer:
         self._datasets = datasets
         self._listener = listener
         self._device = device
+        self._recorder = recorder
         self._size = microbatch_size(config)
         self._topology = topology_of(plan)
         traced = trace_run(config, datasets.train)
@@ -245,8 +250,9 @@ class Trainer:
             )
         settle = torch.cuda.synchronize if self._device.type == "cuda" else _nothing
         executor = Executor(
-            checked, self._transport.rank, self.rank.players, self.rank.mailbox, progress, settle
-        )
+            checked, self._transport.rank, self.rank.players, self.rank.mailbox, progress, settle,
+            self._recorder,
+        )  # fmt: skip
         self._transport.barrier()
         executor.run()
         self._last = executor

@@ -7,13 +7,15 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 
 from pdmpi.errors import PdmpiError, RankFailure
-from pdmpi.runtime.guardian import DONE, TOLD, state_of
+from pdmpi.runtime.guardian import DONE, TOLD, instruction_at, state_of
+from pdmpi.runtime.recorder import Recorder
+from pdmpi.schedule.program import TEMPLATES
 from pdmpi.transport.base import Transport
 
 __all__ = ["Peer", "Watch"]
@@ -35,18 +37,21 @@ class Peer:
         The same for ranks that can see each other's process ids.
     pid
         Process id.
-    words
-        Descriptor of the file that holds its last words.
+    recorder
+        Descriptor of its `Recorder`.
     pipe
         Descriptor of a pipe that only its own exit closes.
+    stages
+        The stages that it plays.
     """
 
     label: str
     host: str
     space: str
     pid: int
-    words: int
+    recorder: int
     pipe: int
+    stages: tuple[int, ...]
 
 
 class Watch:
@@ -65,18 +70,25 @@ class Watch:
         Tells each rank who the others are.
     label
         What this rank runs: ``"stage 1, replica 0"``.
+    stages
+        The stages that it plays.
+
+    Attributes
+    ----------
+    recorder
+        Takes note of this rank's instructions.
     """
 
-    def __init__(self, transport: Transport, label: str) -> None:
+    def __init__(self, transport: Transport, label: str, stages: Collection[int] = ()) -> None:
         self._transport = transport
-        self._words = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 (closed in __exit__)
+        self.recorder = Recorder()
         self._pipe = os.pipe()
         host = socket.gethostname()
         space = f"{host}:{_pid_namespace()}"
-        me = Peer(label, host, space, os.getpid(), self._words.fileno(), self._pipe[0])
+        me = Peer(label, host, space, os.getpid(), self.recorder.descriptor, self._pipe[0], tuple(stages))
         everyone = transport.gather(json.dumps(asdict(me)).encode())
         table = transport.broadcast(b"[" + b",".join(everyone) + b"]")
-        self.peers = [Peer(**peer) for peer in json.loads(table)]
+        self.peers = [Peer(**{**peer, "stages": tuple(peer["stages"])}) for peer in json.loads(table)]
         self._near = [rank for rank, peer in enumerate(self.peers) if peer.space == space]
         self._guardian: subprocess.Popen[bytes] | None = None
 
@@ -86,7 +98,7 @@ class Watch:
         return f"rank {rank} ({peer.label}, host {peer.host}, pid {peer.pid})"
 
     def __enter__(self) -> Watch:
-        if self._near[0] == self._transport.rank and len(self._near) > 1:
+        if self._near[0] == self._transport.rank and len(self.peers) > 1:
             self._guardian = self._start_guardian()
         self._transport.barrier()
         return self
@@ -95,14 +107,14 @@ class Watch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            os.pwrite(self._words.fileno(), TOLD, 0)
+            self.recorder.say(TOLD)
             self._tell(error)
             return
         self._transport.barrier()
-        os.pwrite(self._words.fileno(), DONE, 0)
+        self.recorder.say(DONE)
         if self._guardian is not None:
             self._guardian.communicate(b"e")
-        self._words.close()
+        self.recorder.close()
         for end in self._pipe:
             os.close(end)
 
@@ -113,10 +125,10 @@ class Watch:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
         )  # fmt: skip
         near = [(rank, self.peers[rank]) for rank in self._near]
-        watched = [(self.describe(rank), peer.pid, peer.words, peer.pipe) for rank, peer in near]
+        watched = [(self.describe(rank), peer.pid, peer.recorder, peer.pipe) for rank, peer in near]
         assert guardian.stdin is not None
         assert guardian.stdout is not None
-        guardian.stdin.write(json.dumps(watched).encode() + b"\n")
+        guardian.stdin.write(json.dumps([watched, TEMPLATES]).encode() + b"\n")
         guardian.stdin.flush()
         guardian.stdout.read(1)
         return guardian
@@ -134,7 +146,32 @@ class Watch:
             for rank in self._near:
                 state = state_of(self.peers[rank].pid)
                 if state in _SUSPECT:
-                    _say(f"{self.describe(rank)} {_SUSPECT[state]}")
+                    self._tell_of(rank, _SUSPECT[state])
+
+    def _tell_of(self, suspect: int, state: str) -> None:
+        """Show what a rank that hangs, and those of its host that exchange messages with it, are at."""
+        stages = self.peers[suspect].stages
+        reach = range(min(stages, default=0) - 1, max(stages, default=0) + 2)
+        beside = [
+            f"rank {rank}{place}"
+            for rank in self._near
+            if rank != suspect and (not stages or set(self.peers[rank].stages) & set(reach))
+            if (place := self._place_of(rank))
+        ]
+        others = f"; its neighbours: {', '.join(beside)}" if beside else ""
+        _say(f"{self.describe(suspect)} {state}{self._place_of(suspect)}{others}")
+
+    def _place_of(self, rank: int) -> str:
+        """Return ``" in instruction 12, FORWARD ..."`` for a rank of this host, or nothing."""
+        peer = self.peers[rank]
+        try:
+            recorder = os.open(f"/proc/{peer.pid}/fd/{peer.recorder}", os.O_RDONLY)
+        except OSError:
+            return ""
+        try:
+            return instruction_at(recorder, list(TEMPLATES))
+        finally:
+            os.close(recorder)
 
 
 def _pid_namespace() -> int:

@@ -44,7 +44,9 @@ class JobOptions(BaseModel):
     nodes: int | None = Field(default=None, ge=1)
     """Nodes; the plan's by default."""
     gpus_per_node: int | None = Field(default=None, ge=0)
-    """GPUs of each node; one a rank by default if the plan's devices are GPUs."""
+    """GPUs of each node; as many as its ranks need by default if the plan's devices are GPUs."""
+    ranks_per_gpu: int = Field(default=1, ge=1)
+    """Ranks that share a GPU."""
     cpus_per_task: int = Field(default=1, ge=1)
     """CPU cores of each rank."""
     mem: Annotated[str, Field(pattern=r"^\d+[KMGT]?$")] | None = None

@@ -14,6 +14,9 @@ from pdmpi.slurm.shape import JobShape
 
 __all__ = ["Job", "directive", "job_script", "launch_command"]
 
+_EARLY = 'for signal in USR1 USR2 TERM; do trap "stopped_early=$signal" $signal; done'
+"""Keeps a signal that comes before the run can be told."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
@@ -54,7 +57,7 @@ def job_script(job: Job) -> str:
     InputError
         A text holds a line break or another control character.
     """
-    parts = ["#!/bin/bash", *_directives(job), "", *_environment(job), "", *_body(job), ""]
+    parts = ["#!/bin/bash", *_directives(job), "", _EARLY, *_environment(job), "", *_body(job), ""]
     return "\n".join(parts)
 
 
@@ -94,7 +97,7 @@ def _directives(job: Job) -> Iterator[str]:
         )
     gpus = options.gpus_per_node
     if gpus is None and job.uses_gpus:
-        gpus = shape.ranks_per_node
+        gpus = -(-shape.ranks_per_node // options.ranks_per_gpu)
     values: dict[str, object | None] = {
         "job-name": options.job_name or job.name,
         "nodes": shape.num_nodes,

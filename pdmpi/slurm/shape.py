@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from pdmpi.errors import InputError
 
-__all__ = ["JobShape", "assignment", "placement_problems", "shape_of"]
+__all__ = ["JobShape", "assignment", "is_placed", "shape_of", "shape_problem"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +63,7 @@ def assignment(nodes: Sequence[int], hosts: Sequence[str]) -> tuple[int, ...] | 
         For each of the plan's ranks a process; the same number wherever that already fits.
         None when some node's ranks fit on no host.
     """
-    if not placement_problems(nodes, hosts):
+    if is_placed(nodes, hosts):
         return tuple(range(len(nodes)))
     free = {host: [p for p, own in enumerate(hosts) if own == host] for host in dict.fromkeys(hosts)}
     groups = [[rank for rank, own in enumerate(nodes) if own == node] for node in sorted(set(nodes))]
@@ -77,8 +78,10 @@ def assignment(nodes: Sequence[int], hosts: Sequence[str]) -> tuple[int, ...] | 
     return tuple(chosen[rank] for rank in range(len(nodes)))
 
 
-def placement_problems(nodes: Sequence[int], hosts: Sequence[str]) -> list[str]:
-    """Compare where the plan wants its ranks with where they run.
+def is_placed(nodes: Sequence[int], hosts: Sequence[str]) -> bool:
+    """Tell whether the ranks of each node share a host: else heavy traffic would cross the slower link.
+
+    Two nodes on one host are no problem.
 
     Parameters
     ----------
@@ -86,21 +89,28 @@ def placement_problems(nodes: Sequence[int], hosts: Sequence[str]) -> list[str]:
         The node of each rank, as the plan has it.
     hosts
         The host of each rank.
-
-    Returns
-    -------
-    list of str
-        One line for each node whose ranks are spread over hosts: their heavy traffic would
-        cross the slower link.  Two nodes on one host are no problem.
     """
-    problems = []
-    for node in sorted(set(nodes)):
-        ranks = [rank for rank, place in enumerate(nodes) if place == node]
-        found = sorted({hosts[rank] for rank in ranks})
-        if len(found) > 1:
-            shown = ", ".join(map(str, ranks))
-            problems.append(
-                f"ranks {shown} are planned for one node and run on {len(found)} ({', '.join(found)}):"
-                f" start {len(ranks)} ranks a node, or plan again for this allocation (--replan auto)"
-            )
-    return problems
+    return len(set(zip(nodes, hosts, strict=True))) == len(set(nodes))
+
+
+def shape_problem(nodes: Sequence[int], hosts: Sequence[str]) -> str:
+    """Say that a plan's nodes do not fit on hosts: both shapes, and what to do.
+
+    Parameters
+    ----------
+    nodes, hosts
+        As for `assignment`.
+    """
+    wanted, found = Counter(nodes), Counter(hosts)
+    there = ", ".join(f"{host}: {count}" for host, count in found.items())
+    return (
+        f"the plan is for {_counted(wanted, 'node')}, this job has {_counted(found, 'host')} ({there}): start"
+        " it in the plan's shape, plan for this one, or give --replan auto"
+    )
+
+
+def _counted(ranks: Counter[Any], what: str) -> str:
+    """Return ``"2 nodes of 2 + 1 ranks"``."""
+    sizes = " + ".join(map(str, sorted(ranks.values(), reverse=True)))
+    plural = "s" if len(ranks) > 1 else ""
+    return f"{len(ranks)} {what}{plural} of {sizes} rank{'' if sizes == '1' else 's'}"

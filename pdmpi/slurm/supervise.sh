@@ -5,6 +5,7 @@
 #   command        array: the launcher and what every rank runs
 #   max_restarts   times that the job is requeued at most
 #   max_deaths     deaths in a row without a new checkpoint after which it is not
+#   stopped_early  the signal that came meanwhile, if any
 
 restarts=${SLURM_RESTART_COUNT:-0}
 echo "== job $SLURM_JOB_ID, start $restarts, $(date -Is), $SLURM_JOB_NODELIST"
@@ -27,19 +28,20 @@ alive() { [ -n "$launcher" ] && kill -0 "$launcher" 2>/dev/null; }
 # checkpoint and end. (mpirun would kill them at TERM, and other nodes would never see it.)
 stop() {
   echo "== $1: asking the ranks to checkpoint and stop"
-  [ -n "$launcher" ] || stopped_early=1
+  [ -n "$launcher" ] || stopped_early=$1
   (while alive && [ "$(status)" != running ]; do sleep 0.2; done; alive && kill -USR1 "$launcher") &
 }
-launcher= stopped_early=
+launcher=
 trap 'stop USR1' USR1
 trap 'stop USR2' USR2
 trap 'stop TERM' TERM
+[ -z "${stopped_early:-}" ] || echo "== $stopped_early before the start"
 
 limit=$(SLURM_TIME_FORMAT=standard squeue -h -j "$SLURM_JOB_ID" -o %e 2>/dev/null)
 limit=$(date -d "${limit:-none}" +%s 2>/dev/null)
 before=$(newest)
 code=0
-if [ -z "$stopped_early" ]; then
+if [ -z "${stopped_early:-}" ]; then
   "${command[@]}" &
   launcher=$!
 fi
@@ -66,7 +68,7 @@ fi
 
 # A run that dies again and again without getting further has a fault that no restart cures.
 deaths=0
-if [ "$status" != requeue ] && [ "$(newest)" = "$before" ]; then
+if [ "$status" != requeue ] && [ -z "${stopped_early:-}" ] && [ "$(newest)" = "$before" ]; then
   deaths=$(($(cat "$run_dir/deaths" 2>/dev/null || echo 0) + 1))
 fi
 echo "$deaths" > "$run_dir/deaths"

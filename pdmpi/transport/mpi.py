@@ -12,6 +12,7 @@ import functools
 import os
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 from pdmpi.errors import InputError, PdmpiError, RankFailure
 from pdmpi.transport.base import Bound, Bytes, Request
 from pdmpi.transport.dtypes import SUM_DTYPES, known_sum, needs_widening, round_into, summed_view, widened
+from pdmpi.transport.heartbeat import Heartbeat
 from pdmpi.transport.launcher import check_world_size, set_library_defaults
 from pdmpi.transport.operation import Operation, OperationOwner
 from pdmpi.transport.progress import Progress
@@ -34,6 +36,7 @@ MAX_MESSAGE_BYTES = 1 << 30
 
 _NUM_STREAMS = 2
 _HEADER_TAG, _DATA_TAG = 0, 1
+_NOBODY_TAG, _LIFE_TAG = 0, 1
 
 
 def library() -> str:
@@ -276,6 +279,22 @@ class MpiTransport(OperationOwner):
             if comm is not None:
                 comm.Free()
 
+    def heartbeat(self, timeout_s: float) -> AbstractContextManager[object]:
+        """Return what ends every rank's wait, while it is entered, once some rank gives no sign of life.
+
+        Needs a library that several threads may call, and more than one rank; does nothing else.
+        """
+        if self._size == 1 or not concurrent():
+            return nullcontext()
+        before = (self._rank - 1) % self._size
+        return Heartbeat(
+            _Ring(self._idle, before),
+            timeout_s,
+            name=lambda: self.describe(before),
+            fail=self.progress.fail,
+            meet=self.barrier,
+        )
+
     def abort(self, code: int) -> None:
         """End all ranks at once with an exit code; may be called by any thread."""
         MPI.COMM_WORLD.Abort(code)
@@ -290,7 +309,7 @@ class MpiTransport(OperationOwner):
         """Let all of MPI's requests progress, by looking for a message that nobody sends."""
         if self.deferred:
             self.start_ready()
-        self._idle.Iprobe(self._rank, 0)
+        self._idle.Iprobe(self._rank, _NOBODY_TAG)
 
     def _make_group(self, ranks: tuple[int, ...]) -> MPI.Comm | None:
         world_group = self._control.Get_group()
@@ -335,6 +354,30 @@ class MpiTransport(OperationOwner):
 
         self.progress.started()
         self.progress.wait(request.Test, stalled, meeting=True)
+
+
+class _Ring:
+    """Signs of life from rank to rank: empty messages."""
+
+    def __init__(self, comm: MPI.Intracomm, before: int) -> None:
+        self._comm = comm
+        self._before = before
+        self._after = (comm.Get_rank() + 1) % comm.Get_size()
+        self._nothing = np.empty(0, np.uint8)
+        self._sent: MPI.Request = MPI.REQUEST_NULL
+
+    def beat(self) -> None:
+        """Send a sign of life, unless the last one is still on its way."""
+        if self._sent.Test():
+            self._sent = self._comm.Isend([self._nothing, MPI.BYTE], self._after, _LIFE_TAG)
+
+    def heard(self) -> bool:
+        """Take all that have come."""
+        heard = False
+        while self._comm.Iprobe(self._before, _LIFE_TAG):
+            self._comm.Recv([np.empty(0, np.uint8), MPI.BYTE], self._before, _LIFE_TAG)
+            heard = True
+        return heard
 
 
 _MPI_TYPES = {

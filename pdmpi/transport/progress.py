@@ -62,6 +62,7 @@ class Progress:
         self._wanted = threading.Event()
         self._waiting = False
         self._ended = poke is None
+        self._failure: PdmpiError | None = None
         self._first_sleep_s = min(_ASIDE_SLEEP_S, max_sleep_s)
         self._sleep_s = self._first_sleep_s
         self._thread = threading.Thread(target=self._run, name="transport progress", daemon=True)
@@ -104,6 +105,10 @@ class Progress:
                 self._waiting = False
         self._outstanding -= 1
 
+    def fail(self, error: PdmpiError) -> None:
+        """Let the present wait, or the next one that finds its request not done, raise an error."""
+        self._failure = self._failure or error
+
     def end(self) -> None:
         """End the thread."""
         self._ended = True
@@ -115,6 +120,8 @@ class Progress:
         while True:
             if test():
                 return
+            if self._failure is not None:
+                raise self._failure
             waited = time.monotonic() - begin
             if waited < self._spin_s:
                 continue
@@ -123,6 +130,12 @@ class Progress:
             time.sleep(min(max(_BACKOFF * waited, _MIN_SLEEP_S), self._max_sleep_s))
 
     def _run(self) -> None:
+        try:
+            self._move()
+        except Exception as error:
+            self.fail(PdmpiError(f"the thread that moves messages failed: {type(error).__name__}: {error}"))
+
+    def _move(self) -> None:
         self._on_thread()
         while not self._ended:
             if self._outstanding == 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -11,16 +12,29 @@ from launch import each_mpi, mpirun
 SCRIPT = Path(__file__).with_name("failing_job.py")
 
 LIMIT_S = 10.0
-STALL_TIMEOUT_S = 2.0
+NEVER_S = 600.0
 
 
-def run(what: str, mpi: str, num_ranks: int = 3, culprit: int = 1) -> tuple[int, list[str]]:
-    """Return the exit code and the lines on stderr that pdmpi wrote."""
+def run(
+    what: str, mpi: str, num_ranks: int = 3, culprit: int = 1,
+    stall_timeout_s: float = NEVER_S, silence_timeout_s: float = NEVER_S,
+) -> tuple[int, list[str]]:  # fmt: skip
+    """Return the exit code and the lines on stderr that pdmpi wrote; the failure costs 10 s at most."""
+    orderly_s = seconds_without_failure(mpi)
     begin = time.monotonic()
-    job = mpirun(num_ranks, [SCRIPT, what, str(culprit), str(STALL_TIMEOUT_S)], mpi, check=False)
+    timeouts = (str(stall_timeout_s), str(silence_timeout_s))
+    job = mpirun(num_ranks, [SCRIPT, what, str(culprit), *timeouts], mpi, check=False, timeout=240)
     assert "running" in job.stdout, job.stderr
-    assert time.monotonic() - begin < LIMIT_S
+    assert time.monotonic() - begin < 3 * orderly_s + LIMIT_S
     return job.returncode, [line for line in job.stderr.splitlines() if line.startswith("pdmpi: ")]
+
+
+@cache
+def seconds_without_failure(mpi: str) -> float:
+    """Return what starting and ending such a job takes on this machine now."""
+    begin = time.monotonic()
+    mpirun(4, [SCRIPT, "nothing", "0", str(NEVER_S), str(NEVER_S)], mpi, timeout=240)
+    return time.monotonic() - begin
 
 
 @each_mpi
@@ -59,10 +73,18 @@ def test_an_exit_in_the_middle_of_the_run_is_named(mpi: str, asked: int, expecte
 
 @each_mpi
 def test_a_stopped_rank_is_named(mpi: str) -> None:
-    code, lines = run("stop", mpi)
+    code, lines = run("stop", mpi, stall_timeout_s=2)
     assert code == 1
     assert any("rank 1 (stage 1, replica 0" in line and "is stopped" in line for line in lines)
-    assert any(f"nothing for {STALL_TIMEOUT_S:g} s" in line for line in lines)
+    assert any("nothing for 2 s" in line for line in lines)
+
+
+@each_mpi
+def test_a_silent_rank_is_named_long_before_its_messages_are_due(mpi: str) -> None:
+    code, lines = run("stop", mpi, silence_timeout_s=4)
+    assert code == 1
+    assert any("rank 1 (stage 1, replica 0" in line and "is stopped" in line for line in lines)
+    assert any("rank 1 (stage 1" in line and "gave no sign of life for 4 s" in line for line in lines)
 
 
 @each_mpi

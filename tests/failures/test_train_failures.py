@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -13,7 +14,6 @@ from faults.fault_run import make_run
 from launch import PDMPI, each_mpi, start
 
 LIMIT_S = 10.0
-STALL_TIMEOUT_S = 2
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def run_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("train")
     make_run(directory, 100_000, (2, 1))
     config = directory / "run.toml"
-    text = config.read_text().replace("stall_timeout_s = 60", f"stall_timeout_s = {STALL_TIMEOUT_S}")
+    text = config.read_text().replace("silence_timeout_s = 60", "silence_timeout_s = 4")
     config.write_text(text.replace("[checkpoint]", "[checkpoint]\nenabled = false"))
     return directory
 
@@ -43,18 +43,20 @@ def pid_of(rank: int, run_dir: Path) -> int:
 def run_and_hit(files: Path, run_dir: Path, mpi: str, number: int) -> tuple[int, str]:
     """Send a signal to rank 2 once the run trains; return the exit code and stderr."""
     arguments = [*PDMPI, "train", files / "run.toml", "--plan", files / "2-1.h5", "--run-dir", run_dir]
+    begin = time.monotonic()
     job = start(3, arguments, mpi)
     try:
-        deadline = time.monotonic() + 60
+        deadline = begin + 240
         metrics = run_dir / "metrics.jsonl"
         while not (metrics.exists() and metrics.stat().st_size > 1000):
             assert job.poll() is None, job.communicate()
             assert time.monotonic() < deadline
             time.sleep(0.1)
+        limit_s = LIMIT_S + time.monotonic() - begin  # a machine that starts slowly ends slowly
         os.kill(pid_of(2, run_dir), number)
-        _, stderr = job.communicate(timeout=LIMIT_S)
+        _, stderr = job.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
-        pytest.fail(f"still running {LIMIT_S:g} s after signal {number}")
+        pytest.fail(f"still running {limit_s:.1f} s after signal {number}")
     finally:
         if job.poll() is None:
             job.terminate()
@@ -65,13 +67,15 @@ def run_and_hit(files: Path, run_dir: Path, mpi: str, number: int) -> tuple[int,
 def test_a_killed_rank(run_files: Path, tmp_path: Path, mpi: str) -> None:
     code, stderr = run_and_hit(run_files, tmp_path, mpi, signal.SIGKILL)
     assert code != 0
-    assert "pdmpi: error: rank 2 (stage 1" in stderr
-    assert ") died" in stderr
+    assert re.search(r"pdmpi: error: rank 2 \(stage 1, .*\) died in instruction \d+, [A-Z_]+ s1 k\d+", stderr)
 
 
 @pytest.mark.mpi
 def test_a_stopped_rank(run_files: Path, tmp_path: Path) -> None:
     code, stderr = run_and_hit(run_files, tmp_path, "openmpi", signal.SIGSTOP)
     assert code == 1
-    assert "pdmpi: error: rank 2 (stage 1" in stderr
-    assert "is stopped" in stderr
+    stopped = re.search(r"pdmpi: error: rank 2 \(stage 1, .*\) is stopped in instruction \d+, .*", stderr)
+    assert stopped, stderr
+    neighbours = stopped[0].partition("; its neighbours: ")[2]
+    for rank in (0, 1):
+        assert re.search(rf"rank {rank} in instruction \d+, [A-Z_]+ s0 k\d+", neighbours), stderr

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import time
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +14,13 @@ from launch import PDMPI, start
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
-from pdmpi.checkpoint import Checkpoint, latest
+from pdmpi.checkpoint import Checkpoint, latest, shard, writer
 from pdmpi.config.load import load_config
-from pdmpi.model.measure import profile_model
 from pdmpi.plan.cluster import Cluster, Device, Level
 from pdmpi.plan.partition import partition
+from pdmpi.plan.profile import LayerCost, Profile
 from pdmpi.plan.store import save_plan
+from pdmpi.runtime.setup import trace_run
 
 CONFIG = """
 [model]
@@ -34,6 +37,7 @@ seed = 3
 evaluate_every = 0
 [runtime]
 stall_timeout_s = 60
+silence_timeout_s = 60
 [checkpoint]
 every_minibatches = 6
 every_s = 0
@@ -62,16 +66,25 @@ def net() -> nn.Module:
     )  # fmt: skip
 
 
+PAUSE = "FAULT_RUN_PAUSE_S"
+"""Variable with the seconds that each sample takes: it bounds how far a run comes between two faults."""
+
+SLOW_DISK = "FAULT_RUN_SLOW_DISK_S"
+"""Variable with the seconds that each shard takes to be written."""
+
+
 class Augmented(Dataset):
     """Shifts and noise from all three generators that people use."""
 
     def __init__(self, samples: TensorDataset) -> None:
         self._samples = samples
+        self._pause_s = float(os.environ.get(PAUSE, "0"))
 
     def __len__(self) -> int:
         return len(self._samples)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        time.sleep(self._pause_s)
         image, target = self._samples[index]
         noisy = image + 0.1 * torch.randn(image.shape) + 0.1 * np.random.rand()
         return noisy.roll(random.randint(0, 1), -1), target
@@ -79,21 +92,36 @@ class Augmented(Dataset):
 
 def data(split: str) -> Augmented:
     """Noise on one of four patterns."""
+    if os.environ.get(SLOW_DISK):
+        writer.write_shard = _slow_write
     rng = np.random.default_rng(split == "train")
     patterns, targets = rng.standard_normal((4, 1, 8, 8)), rng.integers(0, 4, 200)
     inputs = 2 * patterns[targets] + rng.standard_normal((200, 1, 8, 8))
     return Augmented(TensorDataset(torch.from_numpy(inputs.astype(np.float32)), torch.from_numpy(targets)))
 
 
-def make_run(directory: Path, steps: int, *shapes: tuple[int, ...]) -> None:
-    """Write ``run.toml`` and a plan ``2-1.h5`` for each shape."""
+def _slow_write(*arguments):
+    time.sleep(float(os.environ[SLOW_DISK]))
+    return shard.write_shard(*arguments)
+
+
+def make_run(directory: Path, steps: int, *shapes: tuple[int, ...], per_node: int = 1) -> None:
+    """Write ``run.toml`` and a plan ``2-1.h5`` for each shape, of nodes with so many devices.
+
+    The layers' times are made up: plans need not be good here, and nothing hangs on this machine's speed.
+    """
     (directory / "run.toml").write_text(CONFIG.format(steps=steps))
-    profile = profile_model(load_config(directory / "run.toml"), repeats=3)
+    traced = trace_run(load_config(directory / "run.toml"))
+    cost = LayerCost(forward_s=1e-3, backward_s=2e-3, output_bytes=4096, parameter_bytes=4096)
+    profile = Profile(graph=traced.graph, costs=(cost,) * len(traced.graph), microbatch_size=8)
     for shape in shapes:
-        size = sum(shape)
-        level = Level(name="host", count=size, bandwidth_bytes_per_s=1e9, latency_s=1e-5)
+        inner = min(per_node, sum(shape))
+        levels = tuple(
+            Level(name=name, count=count, bandwidth_bytes_per_s=1e9, latency_s=1e-5)
+            for name, count in (("host", inner), ("network", -(-sum(shape) // inner)))
+        )
         device = Device(name="cpu", memory_bytes=1 << 30)
-        cluster = Cluster(name="test", levels=(level,), devices=(device,), devices_per_node=size)
+        cluster = Cluster(name="test", levels=levels, devices=(device,), devices_per_node=inner)
         name = "-".join(map(str, shape))
         save_plan(partition(profile, cluster, shape=shape), directory / f"{name}.h5", force=True)
 
@@ -135,6 +163,8 @@ def assert_same_run(one: Path, other: Path) -> None:
 
 def assert_same_state(one: Checkpoint, other: Checkpoint) -> None:
     assert one.manifest.minibatch == other.manifest.minibatch
+    positions = [[c.manifest.state[key] for key in ("epoch", "minibatch", "total")] for c in (one, other)]
+    assert positions[0] == positions[1]
     a, b = (dict(c.read(c.names).items()) for c in (one, other))
     assert a.keys() == b.keys()
     assert [name for name in a if not a[name].equals(b[name])] == []

@@ -7,10 +7,13 @@ import re
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from faults.fault_run import (
+    PAUSE,
+    SLOW_DISK,
     arguments,
     assert_same_run,
     assert_same_state,
@@ -34,28 +37,62 @@ STEPS = 48
 def runs(tmp_path_factory) -> Path:
     """Plans, and in ``whole`` the run that nothing interrupted."""
     directory = tmp_path_factory.mktemp("runs")
-    make_run(directory, STEPS, (2, 1), (1,))
+    make_run(directory, STEPS, (2, 1), (1,), (1, 1), (1, 1, 1), (1, 1, 1, 1))
     code, said = train(directory, "2-1", directory / "whole")
     assert code == 0, said
     assert newest(directory / "whole").manifest.minibatch == STEPS
     return directory
 
 
-def wait_for_loss(run_dir: Path, count: int, job: subprocess.Popen, timeout_s: float = 120.0) -> None:
+def wait_for_loss(run_dir: Path, count: int, job: subprocess.Popen) -> None:
     """Wait until so many losses are recorded."""
-    deadline, path = time.monotonic() + timeout_s, run_dir / "metrics.jsonl"
-    while not path.exists() or path.read_text().count('"loss", ') < count:
+    path = run_dir / "metrics.jsonl"
+    wait_for(lambda: path.exists() and path.read_text().count('"loss", ') >= count, job)
+
+
+def wait_for(condition: Callable[[], object], job: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 600
+    while not condition():
         assert job.poll() is None, "".join(job.communicate())
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
 
-def test_a_signal_checkpoints_and_the_resumed_run_is_bitwise_the_whole_one(runs, tmp_path):
-    job = start(3, arguments(runs, "2-1", tmp_path, "--resume", "auto"))
-    wait_for_loss(tmp_path, 6, job)
+def signal_twice(runs: Path, run_dir: Path) -> tuple[subprocess.Popen, str]:
+    job = start(3, arguments(runs, "2-1", run_dir, "--resume", "auto"), env={PAUSE: "0.02"})
+    wait_for_loss(run_dir, 6, job)
     job.send_signal(signal.SIGUSR1)
     job.send_signal(signal.SIGUSR1)
-    _, said = job.communicate(timeout=300)
+    return job, job.communicate(timeout=600)[1]
+
+
+def signal_during_a_checkpoint(runs: Path, run_dir: Path) -> tuple[subprocess.Popen, str]:
+    job = start(3, arguments(runs, "2-1", run_dir, "--resume", "auto"), env={SLOW_DISK: "3"})
+    wait_for(lambda: list((run_dir / "checkpoints").glob(".writing-*")), job)
+    job.send_signal(signal.SIGUSR1)
+    return job, job.communicate(timeout=600)[1]
+
+
+def signal_while_ranks_wait(runs: Path, run_dir: Path) -> tuple[subprocess.Popen, str]:
+    """Ranks 0 and 1 wait for messages of a rank that is stopped; it gets the signal, too, when it goes on."""
+    job = start(3, arguments(runs, "2-1", run_dir, "--resume", "auto"), env={PAUSE: "0.02"})
+    wait_for_loss(run_dir, 6, job)
+    stopped = rank_process(job, 2)
+    os.kill(stopped, signal.SIGSTOP)
+    time.sleep(0.5)
+    job.send_signal(signal.SIGUSR1)
+    said = ""
+    while "received SIGUSR1" not in said:
+        line = job.stderr.readline()
+        assert line, said
+        said += line
+    os.kill(stopped, signal.SIGCONT)
+    return job, said + job.communicate(timeout=600)[1]
+
+
+@pytest.mark.parametrize("stop", [signal_twice, signal_during_a_checkpoint, signal_while_ranks_wait])
+def test_a_signal_checkpoints_and_the_resumed_run_is_bitwise_the_whole_one(runs, tmp_path, stop):
+    job, said = stop(runs, tmp_path)
     assert job.returncode == 75, said
     assert "received SIGUSR1" in said
     status = read_status(tmp_path)
@@ -69,13 +106,10 @@ def test_a_signal_checkpoints_and_the_resumed_run_is_bitwise_the_whole_one(runs,
 
 
 def test_a_killed_rank_costs_what_came_after_the_checkpoint_and_no_more(runs, tmp_path):
-    job = start(3, arguments(runs, "2-1", tmp_path, "--resume", "auto"))
+    job = start(3, arguments(runs, "2-1", tmp_path, "--resume", "auto"), env={PAUSE: "0.02"})
     wait_for_loss(tmp_path, 12, job)
-    victim = rank_process(job, 2)
-    killed = time.monotonic()
-    os.kill(victim, signal.SIGKILL)
-    _, said = job.communicate(timeout=300)
-    assert time.monotonic() - killed < 10
+    os.kill(rank_process(job, 2), signal.SIGKILL)
+    _, said = job.communicate(timeout=600)
     assert job.returncode != 0
     assert "rank 2 (stage 1, replica 0" in said
     assert read_status(tmp_path).status == "running"
@@ -98,13 +132,17 @@ def rank_process(job: subprocess.Popen, rank: int) -> int:
     raise AssertionError(f"no rank {rank} under {job.pid}")
 
 
-def test_another_plan_starts_from_the_same_bits(runs, tmp_path):
-    """Nothing is left to train, so what the other plan read is written again as it is."""
-    code, said = train(runs, "1", tmp_path, "--resume", runs / "whole")
-    assert code == 0, said
-    found, whole = newest(tmp_path), newest(runs / "whole")
-    assert [len(c.manifest.shards) for c in (whole, found)] == [2, 1]
-    assert_same_state(whole, found)
+def test_other_plans_start_from_the_same_bits(runs, tmp_path):
+    """Nothing is left to train, so what each plan read of the one before is written again as it is."""
+    whole = newest(runs / "whole")
+    before, shards = runs / "whole", [len(whole.manifest.shards)]
+    for shape in ("1-1-1-1", "1-1", "1-1-1", "1"):
+        code, said = train(runs, shape, tmp_path / shape, "--resume", before)
+        assert code == 0, said
+        before, found = tmp_path / shape, newest(tmp_path / shape)
+        shards.append(len(found.manifest.shards))
+        assert_same_state(whole, found)
+    assert shards == [2, 4, 2, 3, 1]
 
 
 def test_another_plan_goes_on_training(runs, tmp_path):

@@ -21,6 +21,9 @@ def main() -> None:
         state, _ = train_rank(config, plan, transport, device=device)
         expected = replay(config, plan, [minibatches], device)
         assert_same(state, expected, f"{schedule} {replicas} on rank {transport.rank}")
+        parts = transport.gather(json.dumps(sorted(state)).encode())
+        held = {name for part in parts for name in json.loads(part)}
+        assert transport.rank or held == expected.keys(), held ^ expected.keys()
         if transport.rank == 0:
             print("equal", model, schedule, "-".join(map(str, replicas)), flush=True)
     transport.close()

@@ -10,13 +10,14 @@ from pathlib import PurePath
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from launch import REPOSITORY
 
 from pdmpi.errors import InputError
 from pdmpi.slurm.commands import JobFailed, submit, wait
 from pdmpi.slurm.environment import JobEnvironment, cleaned, parse_end_time
 from pdmpi.slurm.options import JobOptions, load_site, merged
 from pdmpi.slurm.script import Job, job_script, launch_command
-from pdmpi.slurm.shape import JobShape, assignment, placement_problems, shape_of
+from pdmpi.slurm.shape import JobShape, assignment, is_placed, shape_of, shape_problem
 
 SHAPE = JobShape(num_ranks=5, num_nodes=2, ranks_per_node=3)
 
@@ -44,11 +45,18 @@ def test_the_script_says_what_the_plan_and_the_site_want():
         'output="/scratch/u/50%% run/job.log"', 'open-mode="append"', "requeue",
     ]  # fmt: skip
     assert "module load openmpi/5 || exit 1" in lines
+    first = next(line for line in lines[1:] if line and not line.startswith("#SBATCH"))
+    assert first.startswith("for signal in USR1 USR2 TERM; do trap "), "before anything that takes time"
     assert "run_dir='/scratch/u/50% run'" in lines
     assert (
         "command=(srun --mpi=pmix --ntasks=5 --ntasks-per-node=3 --distribution=block --kill-on-bad-exit=1"
         " --cpus-per-task=1 --gpu-bind=none pdmpi train /home/u/run.toml)" in lines
     )
+
+
+def test_ranks_that_share_gpus_ask_for_fewer():
+    script = job_script(make_job(options=JobOptions(ranks_per_gpu=2)))
+    assert '#SBATCH --gpus-per-node="2"' in script
 
 
 @pytest.mark.parametrize(
@@ -136,11 +144,14 @@ def test_more_nodes_than_ranks_are_refused():
         shape_of([0, 0], 3)
 
 
-def test_a_node_that_is_spread_over_hosts_is_named():
-    assert placement_problems([0, 0, 1, 1], ["a", "a", "b", "b"]) == []
-    assert placement_problems([0, 0, 1, 1], ["a"] * 4) == []
-    (problem,) = placement_problems([0, 0, 1, 1], ["a", "b", "a", "a"])
-    assert problem.startswith("ranks 0, 1 are planned for one node and run on 2 (a, b)")
+def test_a_node_that_is_spread_over_hosts_is_refused_with_both_shapes():
+    assert is_placed([0, 0, 1, 1], ["a", "a", "b", "b"])
+    assert is_placed([0, 0, 1, 1], ["a"] * 4)
+    assert not is_placed([0, 0, 1, 1], ["a", "b", "a", "a"])
+    assert shape_problem([0, 0, 0, 1], ["a", "b", "a", "b"]).startswith(
+        "the plan is for 2 nodes of 3 + 1 ranks, this job has 2 hosts of 2 + 2 ranks (a: 2, b: 2): "
+    )
+    assert "for 1 node of 1 rank, this" in shape_problem([0], ["a", "b"])
 
 
 @given(st.data())
@@ -151,7 +162,7 @@ def test_every_node_gets_a_host_of_its_own_size_or_none(data):
     found = assignment(nodes, hosts)
     assert found is not None
     assert sorted(found) == list(range(len(nodes)))
-    assert placement_problems(nodes, [hosts[process] for process in found]) == []
+    assert is_placed(nodes, [hosts[process] for process in found])
 
 
 def test_ranks_stay_where_they_are_if_that_fits_and_none_is_forced():
@@ -159,6 +170,7 @@ def test_ranks_stay_where_they_are_if_that_fits_and_none_is_forced():
     assert assignment([0, 1, 0, 1], ["a", "a", "b", "b"]) == (0, 2, 1, 3)
     assert assignment([0, 1, 1], ["a", "a", "b"]) == (2, 0, 1)
     assert assignment([0, 0, 0, 1], ["a", "a", "b", "b"]) is None
+    assert assignment([0, 0], ["a", "b"]) is None
 
 
 def test_what_a_job_knows_of_itself():
@@ -169,13 +181,27 @@ def test_what_a_job_knows_of_itself():
     assert parse_end_time("2030-01-01T00:00:10\n") - parse_end_time("2030-01-01T00:00:00") == 10
 
 
+NESTED = (
+    "SLURM_JOB_ID", "SLURM_CONF", "SLURM_CONF_X", "SLURMD_NODENAME", "PMIX_RANK", "PMI_RANK", "PMI2_X",
+    "OMPI_COMM_WORLD_RANK", "OMPI_MCA_pml", "OMPI_ALLOW_RUN_AS_ROOT", "OMPI_FILE_LOCATION", "PRTE_LAUNCHED",
+    "PRTE_MCA_x", "SBATCH_ACCOUNT", "MPI_LOCALRANKID", "HYDI_CONTROL_FD",
+)  # fmt: skip
+
+
 def test_a_nested_job_inherits_nothing_of_the_outer_one():
-    outer = {
-        "SLURM_JOB_ID": "1", "SLURM_CONF": "/c", "SLURMD_NODENAME": "n1", "PMIX_RANK": "0", "PMI_RANK": "0",
-        "OMPI_COMM_WORLD_RANK": "0", "OMPI_MCA_pml": "ucx", "PRTE_LAUNCHED": "1", "PRTE_MCA_x": "y",
-        "SBATCH_ACCOUNT": "me", "HOME": "/h", "MPI_LOCALRANKID": "0",
+    assert cleaned(dict.fromkeys(NESTED, "x")).keys() == {
+        "SLURM_CONF", "OMPI_MCA_pml", "OMPI_ALLOW_RUN_AS_ROOT", "PRTE_MCA_x", "SBATCH_ACCOUNT",
     }  # fmt: skip
-    assert cleaned(outer).keys() == {"SLURM_CONF", "OMPI_MCA_pml", "PRTE_MCA_x", "SBATCH_ACCOUNT", "HOME"}
+
+
+def test_the_chain_leaves_out_the_same(tmp_path):
+    """slurm/chain.sbatch runs where there is no pdmpi, and so has a list of its own."""
+    environ = fake(tmp_path, "sbatch", f"env -0 > {tmp_path}/environment; echo 1")
+    outer = dict.fromkeys(NESTED, "x")
+    command = ["bash", REPOSITORY / "slurm" / "chain.sbatch", "a.toml", "b.toml", tmp_path / "run"]
+    subprocess.run(command, env=environ | outer, check=True, capture_output=True, cwd=tmp_path)
+    seen = {line.partition("=")[0] for line in (tmp_path / "environment").read_text().split("\0")}
+    assert seen & set(NESTED) == cleaned(outer).keys()
 
 
 def fake(tmp_path, name, body) -> dict[str, str]:
