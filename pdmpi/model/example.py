@@ -46,7 +46,7 @@ def cast_floating(tree: Any, dtype: torch.dtype, device: torch.device | str = "c
         if not isinstance(leaf, Tensor):
             return leaf
         wanted = dtype if leaf.is_floating_point() else leaf.dtype
-        return leaf.to(device, wanted, non_blocking=True)
+        return leaf.to(device, non_blocking=True).to(wanted)  # converted there, not by the host
 
     return map_tree(convert, tree)
 

@@ -21,6 +21,7 @@ from pdmpi.graph import Ref
 from pdmpi.model.example import cast_floating
 from pdmpi.model.keys import seed_of
 from pdmpi.model.tree import map_tree
+from pdmpi.runtime.ahead import read_ahead
 
 __all__ = ["Batch", "Feed", "epoch_order", "feed", "padded_order"]
 
@@ -95,19 +96,25 @@ def feed(
         random numbers follow from them before each microbatch is fetched, so that random
         augmentations are the same at both ends, under any plan, and in a resumed run.
     """
-    fetch = _fetcher(dataset)
+    on_gpu = device.type == "cuda"
+    fetch = _fetcher(dataset, pin=on_gpu)
     may_draw = type(dataset) is not TensorDataset
-    due = iter(list(microbatches))
+    order_of = list(microbatches)
+    due = iter(order_of)
+
+    def read(k: int) -> Any:
+        if may_draw:
+            _seed_everything(seed_of(seed, "data", first + k))
+        return fetch(order[k * microbatch_size : (k + 1) * microbatch_size])
+
+    # What draws random numbers reads in the thread that computes, whose numbers it would disturb.
+    source = read_ahead(read, order_of) if on_gpu and not may_draw else read
 
     def take(k: int) -> Batch:
         expected = next(due)
         if k != expected:
             raise PdmpiError(f"the data feed is at microbatch {expected}, the program at {k}")
-        if may_draw:
-            _seed_everything(seed_of(seed, "data", first + k))
-        value, target = fetch(order[k * microbatch_size : (k + 1) * microbatch_size])
-        if device.type == "cuda":
-            value, target = map_tree(_pinned, (value, target))
+        value, target = source(k)
         inputs = {} if flatten is None else flatten(cast_floating(value, dtype, device))
         return Batch(inputs, cast_floating(target, dtype, device) if with_target else None)
 
@@ -124,20 +131,28 @@ def _seed_everything(seed: int) -> None:
     torch.default_generator.manual_seed(seed)  # torch.manual_seed takes 0.4 ms: it visits every back end
 
 
-def _fetcher(dataset: Dataset[Any]) -> Callable[[NDArray[np.int64]], Any]:
+def _fetcher(dataset: Dataset[Any], *, pin: bool) -> Callable[[NDArray[np.int64]], Any]:
     """Return what takes and stacks samples as torch's `DataLoader` does, in this process.
 
     A dataset that takes whole batches (``__getitems__``) may stack them itself; of a
-    `TensorDataset` all rows are taken at once.
+    `TensorDataset` all rows are taken at once, into pinned memory if ``pin`` is true.
     """
     if type(dataset) is TensorDataset:
         tensors = dataset.tensors
-        return lambda indices: [tensor.index_select(0, torch.from_numpy(indices)) for tensor in tensors]
+        return lambda indices: [_rows(tensor, torch.from_numpy(indices), pin) for tensor in tensors]
 
     def fetch(indices: NDArray[np.int64]) -> Any:
         chosen = indices.tolist()
         whole = getattr(dataset, "__getitems__", None)
         samples = [dataset[i] for i in chosen] if whole is None else whole(chosen)
-        return default_collate(samples) if isinstance(samples, list) else samples
+        stacked = default_collate(samples) if isinstance(samples, list) else samples
+        return map_tree(_pinned, stacked) if pin else stacked
 
     return fetch
+
+
+def _rows(tensor: Tensor, indices: Tensor, pin: bool) -> Tensor:
+    if not pin:
+        return tensor.index_select(0, indices)
+    taken = torch.empty((len(indices), *tensor.shape[1:]), dtype=tensor.dtype, pin_memory=True)
+    return torch.index_select(tensor, 0, indices, out=taken)

@@ -109,7 +109,7 @@ class GradientReducer:
     def _take(self, bucket: _Bucket, parameter: nn.Parameter) -> None:
         with torch.no_grad():
             place = bucket.places[parameter]
-            bucket.present[place] = float(parameter.grad is not None)
+            bucket.present[place].fill_(float(parameter.grad is not None))  # from no memory of the host
             if parameter.grad is None:
                 bucket.without.add(place)
                 bucket.views[parameter].zero_()

@@ -44,6 +44,10 @@ class Transport(Protocol):
     def size(self) -> int:
         """Number of ranks."""
 
+    @property
+    def sums_on_device(self) -> bool:
+        """Whether sums of device memory run on the device alone, so that a CUDA graph can hold them."""
+
     def prepare(self, groups: Sequence[Sequence[int]], dtypes: Sequence[str] = ()) -> None:
         """Set up sums over these groups, and try each dtype on known values in each of them.
 

@@ -31,8 +31,11 @@ _NCCL_TYPES = {
 }  # fmt: skip
 """``ncclDataType_t`` of nccl.h; CuPy has no name for bfloat16 in every version."""
 
-_SPIN_S, _MAX_SLEEP_S = 200e-6, 50e-6
-"""A rank that drives a GPU has a core to spare, and its messages take tens of microseconds."""
+_SPIN_S, _MAX_SLEEP_S = 20e-3, 50e-6
+"""A rank that drives a GPU has a core to spare, and its messages take tens of microseconds.
+
+A sleep of 20 µs takes 70 (the kernel's timer slack), and a message of 256 MiB moves in 700.
+"""
 
 
 _ITEM_BYTES = {name: 2 if name == "bfloat16" else np.dtype(name).itemsize for name in _NCCL_TYPES}
@@ -88,6 +91,11 @@ class CudaTransport(MpiTransport):
         self.outward, self.inward, self.summing = (cupy.cuda.Stream(non_blocking=True) for _ in range(3))
         self._communicators: dict[tuple[int, ...], Any] = {}
         self._held: deque[tuple[Any, tuple[Any, ...]]] = deque()
+
+    @property
+    def sums_on_device(self) -> bool:
+        """Whether NCCL sums."""
+        return self._use_nccl
 
     def compute(self) -> Any:
         """Return the stream that computes now."""
@@ -203,8 +211,14 @@ class _Gated:
         self._event = _event()
 
     def post(self) -> Operation:
-        self._event.record(self._owner.compute())
-        return self._operation.post_when(lambda: bool(self._event.done))
+        stream = self._owner.compute()
+        if not self._owner.deferred and stream.done:
+            return self._operation.post()
+        self._event.record(stream)
+        return self._operation.post_when(self._is_due)
+
+    def _is_due(self) -> bool:
+        return bool(self._event.done)
 
 
 class _Staged:

@@ -44,7 +44,7 @@ def choose_device(environ: Mapping[str, str], num_devices: int, *, share: bool =
     if max(mine + 1, ranks) > num_devices and not share:
         raise InputError(
             f"{max(mine + 1, ranks)} ranks on this host, but {num_devices} CUDA devices: start at most "
-            f"{num_devices} ranks a host, or allow them to share devices"
+            f"{num_devices} ranks a host, or set [transport] share_devices = true"
         )
     return mine % num_devices
 

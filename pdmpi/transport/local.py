@@ -262,6 +262,11 @@ class LocalTransport:
         """Number of ranks."""
         return self._world.size
 
+    @property
+    def sums_on_device(self) -> bool:
+        """No: the host sums."""
+        return False
+
     def prepare(self, groups: Sequence[Sequence[int]], dtypes: Sequence[str] = ()) -> None:
         """Allow sums over these groups."""
         for dtype in dtypes:
