@@ -16,7 +16,7 @@ from launch import MPIS, PDMPI, REPOSITORY, each_mpi
 from pdmpi.checkpoint.status import read_status
 from tools.lib.hosts import Lab
 
-pytestmark = pytest.mark.hosts
+pytestmark = [pytest.mark.hosts, pytest.mark.timeout(900)]
 
 ENVIRONMENT = {
     "PYTHONPATH": os.pathsep.join(str(REPOSITORY / part) for part in (".", "tests", "tests/runtime"))
@@ -60,7 +60,6 @@ def test_a_link_that_is_not_the_plans_is_told(lab: Lab) -> None:
     assert "times faster than the plan's" in faster[0]
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("mpi", "what"),
     [

@@ -120,13 +120,14 @@ class Lab:
 
     def run(
         self, num_ranks: int, arguments: Sequence[str | Path], mpi: str = "openmpi",
-        environment: Mapping[str, str] | None = None, timeout_s: float = 300.0,
+        environment: Mapping[str, str] | None = None, timeout_s: float = 600.0,
     ) -> subprocess.CompletedProcess[str]:  # fmt: skip
         """Run a job to its end; after the timeout it is killed and `subprocess.TimeoutExpired` raised."""
         job = self.start(num_ranks, arguments, mpi, environment)
         try:
             stdout, stderr = job.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
+            self.kill()
             os.killpg(job.pid, signal.SIGKILL)
             raise
         return subprocess.CompletedProcess(job.args, job.returncode, stdout, stderr)
