@@ -21,6 +21,7 @@ from pdmpi.errors import InputError
 from pdmpi.plan.plan import Plan
 from pdmpi.plan.store import load_plan, plan_from_bytes, plan_to_bytes
 from pdmpi.runtime.evaluation import Score
+from pdmpi.runtime.limit import updates_jointly
 from pdmpi.runtime.report import MetricsFile, SegmentReport, StageLag
 from pdmpi.schedule.registry import program_of
 from pdmpi.simulate.costs import costs_of
@@ -137,6 +138,10 @@ def _mute(line: str) -> None:
     """Leave it to rank 0 to say."""
 
 
+def _scaling(report: SegmentReport) -> dict[str, object]:
+    return {"loss_scale": report.loss_scale, "skipped_updates": report.skipped}
+
+
 class _Shown:
     """Shows a run on rank 0: progress and lines on stderr, metrics in the run directory."""
 
@@ -190,6 +195,7 @@ class _Shown:
             duration_s=report.duration_s,
             samples_per_s=report.samples_per_s,
             version_lag=[asdict(lag) for lag in StageLag.of(report.lags)],
+            **({} if report.loss_scale is None else _scaling(report)),
             ranks=[
                 {
                     "label": r.label,
@@ -262,7 +268,8 @@ class _Shown:
         sizes: dict[int, float] = {}
         for report in self._reports:
             if report.minibatches not in sizes:
-                program = program_of(self._plan, report.minibatches)
+                joint = updates_jointly(self._run, self._plan)
+                program = program_of(self._plan, report.minibatches, joint_updates=joint)
                 sizes[report.minibatches] = simulate(program, costs).duration_s
         return sum(sizes[report.minibatches] for report in self._reports)
 
@@ -283,6 +290,9 @@ class _Shown:
             ("training loss, last program", f"{data['loss']:.4f}"),
         ]
         lags = self._lags()
+        scaled = self._reports[-1]
+        if scaled.loss_scale is not None:
+            result.append(("loss scale", f"{scaled.loss_scale:g}, {scaled.skipped} updates left out"))
         result.append(("version lag by stage, most", ", ".join(str(lag.max) for lag in lags)))
         result.append(("version lag by stage, mean", ", ".join(f"{lag.mean:.2f}" for lag in lags)))
         if accuracy is not None:

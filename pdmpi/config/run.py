@@ -108,6 +108,11 @@ class TrainConfig(_Table):
 
     float16 has a dynamic loss scale, which all stages share, and so wants a schedule that flushes.
     """
+    batch_norm: Literal["microbatch", "minibatch"] = "microbatch"
+    """What moves running statistics: each microbatch, or each update by its whole minibatch (as in GPipe).
+
+    Either way a microbatch is normalised by its own statistics.
+    """
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where ranks compute; ``auto`` takes a GPU for each rank where there are any."""
     threads: int = Field(default=1, ge=1)

@@ -135,6 +135,23 @@ class LayerGraph:
                 found.setdefault(ref, []).append(layer.name)
         return {ref: tuple(names) for ref, names in found.items()}
 
+    @cached_property
+    def trained(self) -> tuple[bool, ...]:
+        """For each layer, whether any of its parameters is trained."""
+        return tuple(layer.trainable and bool(layer.parameters) for layer in self.layers)
+
+    @cached_property
+    def depends(self) -> tuple[bool, ...]:
+        """For each layer, whether what it returns depends on a trained parameter."""
+        found: list[bool] = []
+        for layer, own in zip(self.layers, self.trained, strict=True):
+            found.append(own or any(found[self.index[ref.layer]] for ref in layer.inputs))
+        return tuple(found)
+
+    def returns_gradient(self, ref: Ref) -> bool:
+        """Whether a gradient flows back over a value."""
+        return self.spec(ref).requires_grad and self.depends[self.index[ref.layer]]
+
     def spec(self, ref: Ref) -> TensorSpec:
         """Return the shape and dtype of one value."""
         return self.layers[self.index[ref.layer]].outputs[ref.output]

@@ -138,7 +138,9 @@ class _Recorder(TorchFunctionMode):
         if written_by <= made:
             same = tensor.requires_grad == self.recording.facts[value.number].requires_grad
             if not same and storage_id(tensor) not in self.observer.writes:
-                raise CannotFollow(self.path, "a custom autograd function computes a tensor")
+                makers = self.recording.nodes[made : made + 1]
+                owner = makers[0].owner if makers else self.path
+                raise CannotFollow(owner, "a custom autograd function computes a tensor")
             return value
         if _same_window(newest, tensor):
             return self._values[id(newest)]

@@ -23,7 +23,7 @@ from pdmpi.model.deferred import Tape, cast, storage_id
 from pdmpi.model.layers import Layers, LayerState, layers_of
 from pdmpi.model.record import record
 from pdmpi.model.recording import CannotFollow, Recording, Value
-from pdmpi.model.tree import map_tree, tensors_of
+from pdmpi.model.tree import map_tree, tensors_of, tree_leaves
 
 __all__ = ["TracedModel", "trace_model"]
 
@@ -138,6 +138,12 @@ class TracedModel:
             return values[ref_of[leaf]] if isinstance(leaf, Value) else leaf
 
         return map_tree(fill, output)
+
+    def returned(self, training: bool = True) -> list[Ref]:
+        """Return the values that the model returns (in evaluation: then), in their order."""
+        evaluation = self.recording.evaluation_output
+        output = self.recording.output if training or evaluation is None else evaluation
+        return [self._ref_of[leaf] for leaf in tree_leaves(output) if isinstance(leaf, Value)]
 
     @cached_property
     def _input_refs(self) -> list[Ref]:

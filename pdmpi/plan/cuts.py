@@ -23,7 +23,7 @@ from pdmpi.graph import LayerGraph
 from pdmpi.graph.graph import INPUT
 from pdmpi.plan.profile import Profile
 
-__all__ = ["MAX_CUTS", "Cuts", "cuts_of", "trained_layers"]
+__all__ = ["MAX_CUTS", "Cuts", "cuts_of"]
 
 MAX_CUTS = 2000
 """Most cuts that are considered together, unless one execution order alone has more."""
@@ -120,15 +120,6 @@ class Cuts:
         """Return the names of the layers between cut ``inner`` and the larger cut ``outer``, in order."""
         names = self.profile.graph.layers
         return tuple(names[i].name for i in np.flatnonzero(self.members[outer] & ~self.members[inner]))
-
-
-def trained_layers(graph: LayerGraph) -> tuple[list[bool], list[bool]]:
-    """Return, for each layer, whether it is trained, and whether its outputs depend on a trained one."""
-    trained = [layer.trainable and bool(layer.parameters) for layer in graph.layers]
-    depends: list[bool] = []
-    for layer, own in zip(graph.layers, trained, strict=True):
-        depends.append(own or any(depends[graph.index[ref.layer]] for ref in layer.inputs))
-    return trained, depends
 
 
 def cuts_of(profile: Profile, limit: int = MAX_CUTS) -> Cuts:
@@ -352,7 +343,6 @@ def _fixed_point(values: Sequence[float]) -> Floats:
 def _measured(profile: Profile, masks: Iterable[int], blank: Iterable[int], complete: bool) -> Cuts:
     """Add up what lies before each cut and what crosses it."""
     graph, costs = profile.graph, profile.costs
-    trained, depends = trained_layers(graph)
     members = _bits(sorted(set(masks)), len(graph))
     nonempty = np.asarray(members.any(axis=1))
     given = [i for i, layer in enumerate(graph.layers) if layer.kind == INPUT]
@@ -361,7 +351,7 @@ def _measured(profile: Profile, masks: Iterable[int], blank: Iterable[int], comp
         [c.forward_s for c in costs],
         [c.backward_s for c in costs],
         [c.parameter_bytes for c in costs],
-        [c.parameter_bytes * t for c, t in zip(costs, trained, strict=True)],
+        [c.parameter_bytes * t for c, t in zip(costs, graph.trained, strict=True)],
         [c.buffer_bytes for c in costs],
         [c.saved_bytes for c in costs],
     ]
@@ -376,10 +366,10 @@ def _measured(profile: Profile, masks: Iterable[int], blank: Iterable[int], comp
         crosses = members[:, source] & ~members[:, [graph.index[name] for name in names]].all(axis=1)
         if ref in read_last:
             crosses |= members[:, source]
-        spec = graph.spec(ref)
-        sent += crosses * float(spec.nbytes)
-        if spec.requires_grad and depends[source]:
-            returned += crosses * float(spec.nbytes)
+        nbytes = float(graph.spec(ref).nbytes)
+        sent += crosses * nbytes
+        if graph.returns_gradient(ref):
+            returned += crosses * nbytes
     sent[-1] = returned[-1] = 0.0
     return Cuts(
         profile=profile,

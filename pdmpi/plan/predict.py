@@ -34,7 +34,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pdmpi.plan.cluster import Cluster
-from pdmpi.plan.cuts import trained_layers
 from pdmpi.plan.depth import in_flight_depth, synchronised_versions
 from pdmpi.plan.links import Links, Port
 from pdmpi.plan.plan import Placement, Prediction, ScheduleChoice, StagePlan
@@ -124,7 +123,7 @@ class _Sums:
 
 
 def _sums(profile: Profile, stage: StagePlan) -> _Sums:
-    trained, _ = trained_layers(profile.graph)
+    trained = profile.graph.trained
     positions = [profile.graph.index[name] for name in stage.layers]
     costs = [profile.costs[i] for i in positions]
     forward = math.fsum(c.forward_s for c in costs)
@@ -152,7 +151,6 @@ def cut_bytes(profile: Profile, stages: Sequence[StagePlan]) -> list[tuple[int, 
     A value that several later stages read is counted at every cut that it crosses, once.
     """
     graph = profile.graph
-    _, depends = trained_layers(graph)
     stage_of = {name: s for s, stage in enumerate(stages) for name in stage.layers}
     last: dict[object, int] = {ref: len(stages) - 1 for ref in graph.outputs}
     for ref, names in graph.consumers.items():
@@ -160,7 +158,7 @@ def cut_bytes(profile: Profile, stages: Sequence[StagePlan]) -> list[tuple[int, 
     totals = [[0, 0] for _ in stages]
     for ref in dict.fromkeys([*graph.outputs, *graph.consumers]):
         spec = graph.spec(ref)
-        grad = spec.nbytes if spec.requires_grad and depends[graph.index[ref.layer]] else 0
+        grad = spec.nbytes if graph.returns_gradient(ref) else 0
         for s in range(stage_of[ref.layer], last[ref]):
             totals[s][0] += spec.nbytes
             totals[s][1] += grad
@@ -179,7 +177,7 @@ def memory_bytes(
     flight = microbatches if terms.holds_all else depth
     flight = min(flight, microbatches) if terms.flushes and terms.accumulates else flight
     return {
-        "weights": sums.parameters * versions,
+        "weights": sums.parameters + sums.gradients * (versions - 1),
         "gradients": sums.gradients,
         "optimizer_state": round(sums.gradients * state_factor),
         "buffers": sums.buffers,

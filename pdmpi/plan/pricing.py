@@ -290,8 +290,8 @@ class Pricer:
         flight = choice.microbatches if terms.holds_all else depth
         flight = min(flight, choice.microbatches) if terms.flushes and terms.accumulates else flight
         held = (
-            cuts.parameter_bytes * versions
-            + cuts.gradient_bytes * (1 + cuts.profile.optimizer_state_factor)
+            cuts.parameter_bytes
+            + cuts.gradient_bytes * (versions + cuts.profile.optimizer_state_factor)
             + cuts.buffer_bytes
             + cuts.saved_bytes * (1 if recompute else flight)
         )

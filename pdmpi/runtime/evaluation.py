@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from pdmpi.graph import Ref
+from pdmpi.model.trace import TracedModel
 from pdmpi.model.tree import map_tree
 
-__all__ = ["Score", "Scorer"]
+__all__ = ["Score", "Scorer", "score_problems"]
 
 
 @dataclass
@@ -61,7 +62,7 @@ class Scorer:
     """The criterion of an evaluation pass.
 
     Whole microbatches go through the pipeline; rows that only fill up the last one are left
-    out here.
+    out here (`score_problems` refuses models where they cannot be).
 
     Attributes
     ----------
@@ -86,13 +87,30 @@ class Scorer:
             return torch.zeros(())
 
         def valid(leaf: Any) -> Any:
-            return leaf[:rows] if isinstance(leaf, Tensor) and leaf.dim() else leaf
+            has_rows = isinstance(leaf, Tensor) and leaf.shape[:1] == (self.microbatch_size,)
+            return leaf[:rows] if has_rows else leaf
 
         output, target = map_tree(valid, self.unflatten(values)), map_tree(valid, target)
         loss = self.loss(output, target)
         correct, predictions = _hits(output, target)
         self.score += Score(rows, float(loss) * rows, correct, predictions)
         return loss
+
+
+def score_problems(traced: TracedModel, num_samples: int, microbatch_size: int) -> list[str]:
+    """Return why a test set cannot be scored: a value without rows has those that fill up in it."""
+    if num_samples % microbatch_size == 0:
+        return []
+    shapes = {ref: traced.graph.spec(ref).shape for ref in traced.returned(training=False)}
+    whole = num_samples // microbatch_size * microbatch_size
+    return [
+        f"[data] the test set holds {num_samples} samples, which do not fill microbatches of "
+        f"{microbatch_size}, and the model returns {str(ref)!r} of shape {shape}, from which the rows that "
+        f"fill up the last one cannot be left out; give it {whole or microbatch_size} samples, or set "
+        "[train] evaluate_every = 0"
+        for ref, shape in shapes.items()
+        if shape[:1] != (microbatch_size,)
+    ]
 
 
 def _hits(output: Any, target: Any) -> tuple[int | None, int]:

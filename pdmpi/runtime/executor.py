@@ -9,11 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdmpi.errors import PdmpiError
+from pdmpi.runtime.limit import JointLimit
 from pdmpi.runtime.mailbox import Mailbox
 from pdmpi.runtime.player import Player
 from pdmpi.runtime.recorder import Recorder
 from pdmpi.schedule.check import CheckedProgram
-from pdmpi.schedule.program import Instruction, Op, Program
+from pdmpi.schedule.program import ALL_STAGES, Instruction, Op, Program
 from pdmpi.transport.base import Request
 
 __all__ = ["Executor"]
@@ -34,6 +35,8 @@ class Executor:
         The rank's stages, by stage.
     mailbox
         The rank's transfers.
+    joint
+        The rank's part in sums over all stages, where the program has any.
     on_microbatch
         Called with the microbatch after each backward (or forward, where nothing is trained)
         of the rank's first stage.
@@ -49,6 +52,7 @@ class Executor:
         rank: int,
         players: Mapping[int, Player],
         mailbox: Mailbox,
+        joint: JointLimit | None = None,
         on_microbatch: Callable[[int], None] | None = None,
         settle: Callable[[], None] = lambda: None,
         recorder: Recorder | None = None,
@@ -61,6 +65,7 @@ class Executor:
         self._receives: dict[tuple[int, int], Request] = {}
         self._sends: dict[tuple[int, int], Request] = {}
         self._mailbox = mailbox
+        self._joint = joint
         self._on_microbatch = on_microbatch
         self._settle = settle
         self._recorder = recorder
@@ -119,11 +124,25 @@ class Executor:
             Op.BACKWARD: lambda s, *operands: self._players[s].backward(*operands),
             Op.BACKWARD_INPUT: lambda s, *operands: self._players[s].backward_input(*operands),
             Op.BACKWARD_WEIGHT: lambda s, k, v, w, saved, *_: self._players[s].backward_weight(k, w, saved),
-            Op.POST_REDUCE: lambda s, *_: self._players[s].arm_reduce(),
-            Op.WAIT_REDUCE: lambda s, *_: self._players[s].wait_reduce(),
+            Op.POST_REDUCE: self._post_reduce,
+            Op.WAIT_REDUCE: self._wait_reduce,
             Op.UPDATE: lambda s, k, v, read, write, *_: self._players[s].update(v, read, write),
         }
         return [table[op] for op in Op]
+
+    def _post_reduce(self, stage: int, k: int, group: int, *_: int) -> None:
+        if self.program.groups[group].stage == ALL_STAGES:
+            assert self._joint is not None
+            self._joint.post()
+        else:
+            self._players[stage].arm_reduce()
+
+    def _wait_reduce(self, stage: int, k: int, group: int, *_: int) -> None:
+        if self.program.groups[group].stage == ALL_STAGES:
+            assert self._joint is not None
+            self._joint.wait()
+        else:
+            self._players[stage].wait_reduce()
 
     def _post_recv(self, stage: int, k: int, channel: int, peer: int, slot: int, *_: int) -> None:
         bound = self._mailbox.receive(self.program.channels[channel], slot, peer)

@@ -19,7 +19,14 @@ from pdmpi.checkpoint.writer import CheckpointWriter
 from pdmpi.config.run import RunConfig
 from pdmpi.errors import InputError, Requeue
 from pdmpi.plan.plan import Plan
-from pdmpi.runtime.state import array_of, restore, snapshot_of, state_names, tensor_of
+from pdmpi.runtime.state import (
+    array_of,
+    masters_by_name,
+    restore,
+    snapshot_of,
+    state_names,
+    tensor_of,
+)
 from pdmpi.runtime.trainer import Position, Trainer
 from pdmpi.slurm.environment import JobEnvironment
 from pdmpi.slurm.signals import StopRequest
@@ -28,6 +35,7 @@ from pdmpi.transport.base import Transport
 __all__ = ["Keeper"]
 
 _METRICS = "metrics.jsonl"
+_LOSS_SCALE = "loss_scale"
 
 
 class Keeper:
@@ -206,6 +214,9 @@ class Keeper:
                 found = checkpoint.read(names, replica=self._replica[stage])
                 restore(found, player.module, player.weights.masters, player.weights.optimizer)
             position = Position(*(int(manifest.state[key]) for key in ("epoch", "minibatch", "total")))
+            scale = self._trainer.rank.loss_scale
+            if scale is not None:
+                scale.state = manifest.state.get(_LOSS_SCALE, scale.state)
             problem = ""
         except InputError as error:
             position, problem = Position(), str(error)
@@ -219,8 +230,9 @@ class Keeper:
         try:
             for player in self._trainer.rank.players.values():
                 own, masters = player.module.state_dict(), player.weights.masters
+                shared = masters_by_name(player.module, masters)
                 arrays = {
-                    name: array_of(tensor_of(array).to(masters.get(name, own[name]).dtype))
+                    name: array_of(tensor_of(array).to(shared.get(name, own[name]).dtype))
                     for name, array in file.read(list(own)).items()
                 }
                 restore(Snapshot(parameters=arrays), player.module, masters, None)
@@ -238,6 +250,9 @@ class Keeper:
             "total": position.total,
             **self._identity(),
         }
+        scale = self._trainer.rank.loss_scale
+        if scale is not None:
+            state[_LOSS_SCALE] = list(scale.state)
         metrics = self._run_dir / _METRICS
         if self._transport.rank == 0 and metrics.exists():
             state["metrics_bytes"] = metrics.stat().st_size

@@ -11,14 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pdmpi.errors import PdmpiError
 from pdmpi.graph import Ref
 from pdmpi.model.stage import StageModule
 from pdmpi.runtime.boundary import Boundary
 from pdmpi.runtime.feed import Batch, Feed
 from pdmpi.runtime.gradients import GradientReducer
+from pdmpi.runtime.limit import Limit, Verdict, squared_norm
 from pdmpi.runtime.run import StageRun
 from pdmpi.runtime.softening import Softening
 from pdmpi.runtime.split import SplitBackward
+from pdmpi.runtime.statistics import MinibatchStatistics
 from pdmpi.runtime.weights import WeightRing
 from pdmpi.schedule.program import NO_SLOT
 
@@ -52,6 +55,10 @@ class Player:
         Factor on the gradients before an update: one over the microbatches that it averages.
     softening
         Softens stale weights; None uses them as they are.
+    limit
+        Clips gradients and leaves updates out, and knows the loss scale; None does neither.
+    statistics
+        Moves running statistics once an update; None lets layers do so for each microbatch.
     """
 
     def __init__(
@@ -65,15 +72,22 @@ class Player:
         scale: float,
         autocast: torch.dtype | None = None,
         softening: Softening | None = None,
+        limit: Limit | None = None,
+        statistics: MinibatchStatistics | None = None,
     ) -> None:
         self.module = module
         self.weights = weights
         self.boundary = boundary
         self._reducer = reducer
-        self._device_type = device.type
+        self._device = device
         self._scale = scale
         self._autocast = autocast
         self._softening = softening
+        self._limit = limit
+        self._statistics = statistics
+        self._loss_scale = None if limit is None else limit.loss_scale
+        self._verdict: Verdict | None = None
+        self._loss_gradient: Tensor | None = None
         self._feed: Feed | None = None
         self._criterion: Criterion | None = None
         self._first = 0
@@ -135,7 +149,13 @@ class Player:
             region = regions[output]
             region.stamp(k, version)
             for ref, target in region.tensors.items():
-                target.copy_(run.outputs[ref].detach())
+                made = run.outputs[ref].detach()
+                if made.shape != target.shape:
+                    raise PdmpiError(
+                        f"{ref.layer} returned shape {tuple(made.shape)} where {tuple(target.shape)} was "
+                        "traced; every batch must have the same shapes (pad sequences to one length)"
+                    )
+                target.copy_(made)
 
     def recompute(self, k: int, version: int, weights: int, inputs: int, saved: int) -> None:
         """Run the stage forward again, this time keeping what the backward needs."""
@@ -190,7 +210,7 @@ class Player:
         gradients: list[Tensor | None] = []
         if run.loss is not None and run.loss.requires_grad:
             roots.append(run.loss)
-            gradients.append(None)
+            gradients.append(None if self._loss_scale is None else self._scaled(run.loss))
         self._fed.pop(k, None)
         known = self.losses.get(k, math.nan)
         loss = known if isinstance(known, float) else math.nan
@@ -203,6 +223,13 @@ class Player:
                     roots.append(run.outputs[ref])
                     gradients.append(gradient.to(run.outputs[ref].dtype))
         return roots, gradients, loss
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        """Return the loss scale as the gradient of a loss, always in one place (which a graph may read)."""
+        assert self._loss_scale is not None
+        if self._loss_gradient is None or self._loss_gradient.dtype != loss.dtype:
+            self._loss_gradient = torch.full_like(loss.detach(), self._loss_scale.value)
+        return self._loss_gradient
 
     def _send_back(self, run: StageRun, k: int, version: int, loss: float, grad_out: int) -> None:
         self._used.append(version)
@@ -228,24 +255,51 @@ class Player:
         """Wait for the sums."""
         assert self._reducer is not None
         self._reducer.wait()
+        if self._statistics is not None:
+            self._statistics.reduce()
 
     def update(self, version: int, read: int, write: int) -> None:
         """One optimizer step from a weight slot to another, which makes ``version``."""
         if self._softening is not None:
             self._softening.step()
-        self.weights.update(read, write, self._scale)
+        if self._statistics is not None:
+            self._statistics.commit()
+        if self._limit is None:
+            self.weights.update(read, write, self._scale)
+        else:
+            self._limited_update(self._limit, read, write)
         self.lags.update(version - 1 - used for used in self._used)
         self._used.clear()
+
+    def gather(self) -> list[Tensor]:
+        """Return the gradients of the update that follows, averaged and without the loss scale."""
+        scale = 1.0 if self._loss_scale is None else self._loss_scale.value
+        return self.weights.gather(self._scale / scale)
+
+    def accept(self, verdict: Verdict) -> None:
+        """Take the verdict on the update that follows, whose gradients were gathered."""
+        self._verdict = verdict
+
+    def _limited_update(self, limit: Limit, read: int, write: int) -> None:
+        """Clip the gradients, or leave the update out, by the norm of all stages or of this one."""
+        verdict, self._verdict = self._verdict, None
+        if verdict is None:
+            verdict = limit.judge(squared_norm(self.gather(), self._device))
+        self.weights.step(read, write, factor=verdict.factor, applies=verdict.applies)
+        if self._loss_gradient is not None and self._loss_scale is not None:
+            self._loss_gradient.fill_(self._loss_scale.value)
 
     def _precision(self) -> AbstractContextManager[Any]:
         if self._autocast is None:
             return nullcontext()
-        return torch.autocast(self._device_type, self._autocast, cache_enabled=False)
+        return torch.autocast(self._device.type, self._autocast, cache_enabled=False)
 
     def _run(self, k: int, inputs: int, *, keep: bool, recompute: bool = False) -> StageRun:
         fed = self._fed.get(k, _NOTHING_FED)
         with nullcontext() if keep else torch.no_grad(), self._precision():
             leaves = {ref: slots[inputs] for ref, slots in self._leaves.items()}
+            if self._statistics is not None:
+                self._statistics.counts = not recompute
             outputs = self.module({**fed.inputs, **leaves}, self._first + k, recompute)
             loss = None if self._criterion is None else self._criterion(outputs, fed.target, k)
         return StageRun(leaves, outputs, loss)

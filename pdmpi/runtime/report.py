@@ -101,6 +101,8 @@ class SegmentReport:
         Until the slowest rank was drained.
     ranks
         What each rank did.
+    loss_scale, skipped
+        In float16: the loss scale at its end, and updates left out so far after an overflow.
     """
 
     epoch: int
@@ -109,6 +111,8 @@ class SegmentReport:
     samples: int
     duration_s: float
     ranks: tuple[RankReport, ...] = field(repr=False)
+    loss_scale: float | None = None
+    skipped: int = 0
 
     @property
     def samples_per_s(self) -> float:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import Dataset
@@ -16,23 +18,27 @@ from pdmpi.graph import Ref, TensorSpec
 from pdmpi.graph.graph import INPUT
 from pdmpi.model.build import build_stage, load_factory
 from pdmpi.model.example import dtype_of, example_batch, microbatch_size
-from pdmpi.model.optimizer import make_optimizer
+from pdmpi.model.optimizer import check_optimizer, make_optimizer, parameter_groups
 from pdmpi.model.trace import TracedModel, trace_model
 from pdmpi.plan.plan import Plan, ScheduleChoice
 from pdmpi.plan.terms import SCHEDULES
 from pdmpi.runtime.boundary import boundary_of
 from pdmpi.runtime.gradients import GradientReducer
+from pdmpi.runtime.limit import JointLimit, Limit, limit_of, limit_problems
+from pdmpi.runtime.loss_scale import LossScale
 from pdmpi.runtime.mailbox import Mailbox
 from pdmpi.runtime.player import Player
-from pdmpi.runtime.slots import device_memory, host_memory
+from pdmpi.runtime.slots import Allocate, device_memory, host_memory
 from pdmpi.runtime.softening import Softening
+from pdmpi.runtime.statistics import MinibatchStatistics
 from pdmpi.runtime.weights import WeightRing
-from pdmpi.schedule.program import Program, Topology
+from pdmpi.schedule.program import ALL_STAGES, Op, Program, Topology
 from pdmpi.schedule.staleness import version_lag
 from pdmpi.transport.base import Transport
 
 __all__ = [
-    "Datasets", "Rank", "build_rank", "check_fit", "label_of", "load_datasets", "quantum_of", "trace_run",
+    "Datasets", "Rank", "build_rank", "check_fit", "label_of", "load_datasets", "quantum_of",
+    "recomputation_problems", "trace_run",
 ]  # fmt: skip
 
 
@@ -54,6 +60,10 @@ class Rank:
         Its stages.
     mailbox
         Its transfers.
+    joint
+        Its part in the sum over all stages before they update together; None where they do not.
+    loss_scale
+        In float16.
     traced
         The whole model, without memory.
     reads_input, computes_loss
@@ -63,6 +73,8 @@ class Rank:
 
     players: Mapping[int, Player]
     mailbox: Mailbox
+    joint: JointLimit | None
+    loss_scale: LossScale | None
     traced: TracedModel
     reads_input: Mapping[int, bool]
     computes_loss: Mapping[int, bool]
@@ -123,7 +135,16 @@ def check_fit(config: RunConfig, plan: Plan, traced: TracedModel, num_ranks: int
             )
     if not any(layer.trainable and layer.parameters for layer in traced.graph.layers):
         problems.append(f"[model] factory {config.model.factory!r} trains nothing; unfreeze a parameter")
-    InputError.collect([*problems, *_sharing_problems(plan), *_softening_problems(config)])
+    names = [name for name, _ in traced.module.named_parameters(remove_duplicate=False)]
+    InputError.collect(
+        [
+            *problems,
+            *_sharing_problems(plan),
+            *_softening_problems(config),
+            *limit_problems(config),
+            *check_optimizer(config.optimizer, names),
+        ]
+    )
 
 
 def _sharing_problems(plan: Plan) -> list[str]:
@@ -142,6 +163,19 @@ def _sharing_problems(plan: Plan) -> list[str]:
     ]
 
 
+def recomputation_problems(plan: Plan, traced: TracedModel, program: Program) -> list[str]:
+    """Return which layers must not run twice, but are in stages that the program recomputes."""
+    rows = np.concatenate(program.rows)
+    again = np.unique(rows[rows[:, 0] == Op.RECOMPUTE, 1]).tolist()
+    return [
+        f"layer {name!r} of stage {stage} changes the buffers {', '.join(changed)} in its forward, which "
+        'recomputation would change twice; plan with [schedule] recompute = "never"'
+        for stage in again
+        for name in plan.stages[stage].layers
+        if (changed := traced.changed_buffers(name))
+    ]
+
+
 def _softening_problems(config: RunConfig) -> list[str]:
     """Return why stale weights cannot be softened as the configuration asks."""
     asked = config.schedule
@@ -153,11 +187,19 @@ def _softening_problems(config: RunConfig) -> list[str]:
         if asked.name in SCHEDULES and SCHEDULES[asked.name].flushes
     ]
     optimizer = config.optimizer
-    if asked.weight_prediction and not (optimizer.name == "SGD" and optimizer.args.get("momentum", 0)):
+    predicts = asked.weight_prediction
+    if predicts and not (optimizer.name == "SGD" and optimizer.args.get("momentum", 0)):
         problems.append(
             "[schedule] weight_prediction = true predicts by SGD's momentum, [optimizer] is "
             f'{optimizer.name} with args = {optimizer.args}; set name = "SGD" and a momentum, or leave it out'
         )
+    given = [optimizer.args, *(group.args for group in optimizer.groups)]
+    problems += [
+        f"[schedule] weight_prediction = true predicts a step of plain SGD, [optimizer] has {key} = true; "
+        f"leave {key} or weight_prediction out"
+        for key in ("nesterov", "maximize")
+        if predicts and any(args.get(key) for args in given)
+    ]
     return problems
 
 
@@ -206,7 +248,7 @@ def build_rank(
     topology = training.topology
     graph = traced.graph
     edges: dict[tuple[int, int], dict[Ref, TensorSpec]] = {
-        pair: {ref: graph.spec(ref) for ref in refs}
+        pair: {ref: replace(graph.spec(ref), requires_grad=graph.returns_gradient(ref)) for ref in refs}
         for pair, refs in graph.crossing([s.layers for s in plan.stages]).items()
     }
     groups = [group.ranks for group in training.groups]
@@ -215,14 +257,18 @@ def build_rank(
     last = len(plan.stages) - 1
     inputs = {layer.name for layer in graph.layers if layer.kind == INPUT}
     allocate = host_memory if device.type == "cpu" else device_memory(transport)
+    limit = limit_of(config)
     players: dict[int, Player] = {}
     for stage, ranks in enumerate(topology.ranks):
         if transport.rank not in ranks:
             continue
         module = build_stage(traced, plan.stages[stage].layers, device=device, last=stage == last)
         trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        names = _names_of(module)
         weights = WeightRing(
-            trainable, training.slots[stage].weights, lambda masters: _optimizer(config, masters)
+            trainable,
+            training.slots[stage].weights,
+            partial(_optimizer, config, names=names, device=device),
         )
         players[stage] = Player(
             module,
@@ -232,15 +278,50 @@ def build_rank(
             device=device,
             scale=1.0 / training.microbatches_per_update[stage],
             softening=_softening(config, training, stage, weights),
-            autocast=dtype_of(config) if config.train.dtype == "bfloat16" else None,
+            autocast=dtype_of(config) if config.train.dtype in ("bfloat16", "float16") else None,
+            limit=limit,
+            statistics=(
+                MinibatchStatistics(module, transport, ranks, allocate)
+                if config.train.batch_norm == "minibatch"
+                else None
+            ),
         )
     return Rank(
         players=players,
+        joint=None if limit is None else _joint_limit(limit, players, training, transport, allocate),
+        loss_scale=None if limit is None else limit.loss_scale,
         mailbox=Mailbox(transport, {s: p.boundary for s, p in players.items()}),
         traced=traced,
         reads_input={s: any(name in inputs for name in plan.stages[s].layers) for s in players},
         computes_loss={s: s == last for s in players},
     )
+
+
+def _joint_limit(
+    limit: Limit, players: Mapping[int, Player], training: Program, transport: Transport, allocate: Allocate
+) -> JointLimit | None:
+    """Return a rank's part in the program's sum over all stages, if it has one."""
+    for group in training.groups:
+        if group.stage == ALL_STAGES:
+            ranks = training.topology.ranks
+            return JointLimit(
+                limit,
+                players,
+                brings=[stage for stage in players if ranks[stage][0] == transport.rank],
+                num_stages=len(ranks),
+                transport=transport,
+                ranks=group.ranks,
+                allocate=allocate,
+            )
+    return None
+
+
+def _names_of(module: nn.Module) -> dict[str, list[str]]:
+    """Return all names of each parameter by its first one."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {of[0]: of for of in names.values()}
 
 
 def _softening(config: RunConfig, training: Program, stage: int, weights: WeightRing) -> Softening | None:
@@ -256,5 +337,13 @@ def _softening(config: RunConfig, training: Program, stage: int, weights: Weight
     )
 
 
-def _optimizer(config: RunConfig, masters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer | None:
-    return make_optimizer(config.optimizer, masters.values()) if masters else None
+def _optimizer(
+    config: RunConfig,
+    masters: Mapping[str, nn.Parameter],
+    *,
+    names: Mapping[str, Sequence[str]],
+    device: torch.device,
+) -> torch.optim.Optimizer | None:
+    if not masters:
+        return None
+    return make_optimizer(config.optimizer, parameter_groups(config.optimizer, masters, names), device)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from pdmpi.checkpoint.arrays import STORAGE, Array, Snapshot
 from pdmpi.errors import InputError
 
-__all__ = ["array_of", "restore", "snapshot_of", "state_names", "tensor_of"]
+__all__ = ["array_of", "masters_by_name", "restore", "snapshot_of", "state_names", "tensor_of"]
 
 _SIGNED = {"uint8": torch.uint8, "uint16": torch.int16}
 
@@ -40,6 +40,20 @@ def state_names(module: nn.Module) -> tuple[str, ...]:
     return tuple(name for name, _ in _entries(module))
 
 
+def masters_by_name(
+    module: nn.Module, masters: Mapping[str, nn.Parameter]
+) -> dict[str, nn.Parameter]:
+    """Return the master of each trained parameter by all its names: a shared one has several."""
+    first: dict[int, nn.Parameter] = {}
+    found: dict[str, nn.Parameter] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if name in masters:
+            first[id(parameter)] = masters[name]
+        if id(parameter) in first:
+            found[name] = first[id(parameter)]
+    return found
+
+
 def snapshot_of(
     module: nn.Module, masters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer | None
 ) -> Snapshot:
@@ -58,8 +72,9 @@ def snapshot_of(
     names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     parameters: dict[str, Array] = {}
     buffers: dict[str, Array] = {}
+    shared = masters_by_name(module, masters)
     for name, tensor in _entries(module):
-        (parameters if name in names else buffers)[name] = array_of(masters.get(name, tensor))
+        (parameters if name in names else buffers)[name] = array_of(shared.get(name, tensor))
     state = {
         name: {key: _scalar_or_array(name, key, value) for key, value in optimizer.state[master].items()}
         for name, master in masters.items()
@@ -86,10 +101,10 @@ def restore(
         A shape or dtype differs; nothing has been changed then.
     """
     stored = {**snapshot.parameters, **snapshot.buffers}
-    entries = dict(_entries(module))
+    entries, shared = dict(_entries(module)), masters_by_name(module, masters)
     problems = []
     for name, own_tensor in entries.items():
-        tensor = masters.get(name, own_tensor)
+        tensor = shared.get(name, own_tensor)
         own = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
         if name not in stored:
             problems.append(f"the checkpoint holds no {name!r}")

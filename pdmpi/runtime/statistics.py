@@ -1,21 +1,114 @@
-"""Running statistics of a replicated stage.
+"""Running statistics of batch normalisation, over microbatches and over the replicas of a stage.
 
-Policy: while a program runs each replica keeps the statistics of its own microbatches, once
-each.  Whenever the pipeline is drained they are averaged over the replicas, so that
-evaluation, checkpoints and the next program see one set.
+Every microbatch is normalised by its own statistics: those of the later ones of a minibatch
+are not known when it goes forward.  What running statistics average, for evaluation, is one
+of two things.
+
+By microbatch: each updates them once.  Replicas keep the statistics of their own microbatches
+while a program runs; whenever the pipeline is drained these are averaged, so that evaluation,
+checkpoints and the next program see one set.
+
+By minibatch (`MinibatchStatistics`): each update moves them once, by the mean and variance
+over all its microbatches on all replicas, as in one process that normalises the whole minibatch
+(Huang et al., GPipe, NeurIPS 2019, section 2.2: "we track the moving average of the sufficient
+statistics over the entire mini-batch to be used during evaluation").
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
+from pdmpi.runtime.slots import Allocate
 from pdmpi.transport.base import Transport
 
-__all__ = ["average_statistics", "running_statistics"]
+__all__ = ["MinibatchStatistics", "average_statistics", "running_statistics"]
+
+
+class MinibatchStatistics:
+    """Sums over the microbatches of an update, for the running statistics of one stage.
+
+    Parameters
+    ----------
+    module
+        The stage; its layers stop to track statistics themselves.
+    transport, ranks
+        What sums over the stage's replicas.
+    allocate
+        Makes memory that it sums.
+
+    Attributes
+    ----------
+    counts
+        Whether what runs now is counted: not a recomputation.
+    """
+
+    def __init__(
+        self, module: nn.Module, transport: Transport, ranks: Sequence[int], allocate: Allocate
+    ) -> None:
+        self.counts = True
+        self._layers = [
+            part
+            for part in module.modules()
+            if isinstance(part, _BatchNorm) and part.track_running_stats and part.running_mean is not None
+        ]
+        widths = [1 + 2 * layer.num_features for layer in self._layers]
+        memory, buffer = allocate(8 * sum(widths))
+        self._flat = memory.view(torch.float64)
+        self._sum = transport.bind_allreduce(buffer, "float64", ranks) if len(ranks) > 1 and widths else None
+        self._sums = torch.split(self._flat, widths)
+        for layer, sums in zip(self._layers, self._sums, strict=True):
+            layer.track_running_stats = False
+            layer.register_forward_pre_hook(self._counter(sums))
+
+    def reduce(self) -> None:
+        """Sum over the replicas, each of which calls it once an update, after its last microbatch."""
+        if self._sum is not None:
+            self._sum.post().wait()
+
+    def commit(self) -> None:
+        """Move the running statistics by those of the update's microbatches, and start anew."""
+        with torch.no_grad():
+            for layer, sums in zip(self._layers, self._sums, strict=True):
+                _move(layer, sums)
+        self._flat.zero_()
+
+    def _counter(self, sums: Tensor) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        """Return what adds count, sum and sum of squares of a layer's input, by channel."""
+
+        def count(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+            if not (layer.training and self.counts):
+                return
+            values = inputs[0].detach()
+            exact = values if values.dtype in (torch.float32, torch.float64) else values.float()
+            number = values.numel() // values.shape[1]
+            variance, mean = torch.var_mean(exact, [i for i in range(exact.dim()) if i != 1], correction=0)
+            mean, variance = mean.double(), variance.double()
+            sums[0] += number
+            sums[1 : 1 + mean.numel()] += number * mean
+            sums[1 + mean.numel() :] += number * (variance + mean * mean)
+
+        return count
+
+
+def _move(layer: _BatchNorm, sums: Tensor) -> None:
+    assert layer.running_mean is not None
+    assert layer.running_var is not None
+    assert layer.num_batches_tracked is not None
+    number, total, squares = sums[0], *sums[1:].view(2, -1)
+    mean = total / number
+    variance = (squares / number - mean * mean) * (number / (number - 1))
+    layer.num_batches_tracked.add_(1)
+    share: Any = layer.momentum
+    if share is None:
+        share = layer.num_batches_tracked.double().reciprocal()
+    for held, new in ((layer.running_mean, mean), (layer.running_var, variance)):
+        moved = held + share * (new.to(held.dtype) - held)
+        held.copy_(torch.where(number > 0, moved, held))
 
 
 def running_statistics(module: nn.Module) -> list[Tensor]:

@@ -18,13 +18,23 @@ from pdmpi.errors import InputError
 from pdmpi.model.build import load_factory
 from pdmpi.model.example import dtype_of, microbatch_size
 from pdmpi.plan.plan import Plan
-from pdmpi.runtime.evaluation import Score, Scorer
+from pdmpi.runtime.evaluation import Score, Scorer, score_problems
 from pdmpi.runtime.executor import Executor
 from pdmpi.runtime.feed import Feed, epoch_order, feed, padded_order
+from pdmpi.runtime.limit import limit_notes, updates_jointly
 from pdmpi.runtime.player import Criterion
 from pdmpi.runtime.recorder import Recorder
 from pdmpi.runtime.report import Listener, RankReport, SegmentReport
-from pdmpi.runtime.setup import Datasets, Rank, build_rank, check_fit, label_of, quantum_of, trace_run
+from pdmpi.runtime.setup import (
+    Datasets,
+    Rank,
+    build_rank,
+    check_fit,
+    label_of,
+    quantum_of,
+    recomputation_problems,
+    trace_run,
+)
 from pdmpi.runtime.statistics import average_statistics
 from pdmpi.schedule.check import CheckedProgram, check
 from pdmpi.schedule.evaluation import evaluation
@@ -114,15 +124,21 @@ class Trainer:
         self._topology = topology_of(plan)
         traced = trace_run(config, datasets.train)
         check_fit(config, plan, traced, transport.size)
+        if datasets.test is not None:
+            InputError.collect(score_problems(traced, len(datasets.test), self._size))  # type: ignore[arg-type]
         self._quantum = quantum_of(plan.schedule, self._topology)
         self._check_steps()
         self.minibatches = self._minibatches_of_epoch()
+        if transport.rank == 0:
+            for line in limit_notes(config, plan):
+                listener.notice(line)
         self._programs: dict[int, CheckedProgram] = {}
         self._test = self._test_program()
         sizes = sorted(set(segments(self.minibatches, config.checkpoint.every_minibatches, self._quantum)))
         for size in sizes:
-            self._programs[size] = check(program_of(plan, size))
+            self._programs[size] = self._program(size)
         programs = [self._programs[size].program for size in reversed(sizes)]
+        InputError.collect(recomputation_problems(plan, traced, programs[0]))
         others = [*programs[1:], *([self._test.program] if self._test else [])]
         self.rank: Rank = build_rank(config, plan, traced, programs[0], others, transport, device)
         self._loss: Callable[[Any, Any], Tensor] = load_factory(config.loss.factory)(**config.loss.args)
@@ -188,7 +204,7 @@ class Trainer:
 
     def _train(self, order: NDArray[np.int64], position: Position, size: int) -> None:
         if size not in self._programs:
-            self._programs[size] = check(program_of(self.plan, size))
+            self._programs[size] = self._program(size)
         checked = self._programs[size]
         samples = size * self.config.train.minibatch_size
         start = position.minibatch * self.config.train.minibatch_size
@@ -220,6 +236,7 @@ class Trainer:
         reports = self._transport.gather(self._report(executor).to_json())
         ends = self._transport.gather(np.array(executor.end_s[-1:]).tobytes())
         if self._transport.rank == 0:
+            scale = self.rank.loss_scale
             report = SegmentReport(
                 epoch=position.epoch,
                 first_minibatch=position.minibatch,
@@ -227,6 +244,8 @@ class Trainer:
                 samples=samples,
                 duration_s=max(float(np.frombuffer(end).max(initial=0.0)) for end in ends),
                 ranks=tuple(map(RankReport.from_json, reports)),
+                loss_scale=None if scale is None else scale.value,
+                skipped=0 if scale is None else scale.skipped,
             )
             self._listener.segment(report)
 
@@ -250,8 +269,8 @@ class Trainer:
             )
         settle = torch.cuda.synchronize if self._device.type == "cuda" else _nothing
         executor = Executor(
-            checked, self._transport.rank, self.rank.players, self.rank.mailbox, progress, settle,
-            self._recorder,
+            checked, self._transport.rank, self.rank.players, self.rank.mailbox, self.rank.joint,
+            progress, settle, self._recorder,
         )  # fmt: skip
         self._transport.barrier()
         executor.run()
@@ -322,6 +341,9 @@ class Trainer:
                 "others in each epoch"
             )
         return whole
+
+    def _program(self, size: int) -> CheckedProgram:
+        return check(program_of(self.plan, size, joint_updates=updates_jointly(self.config, self.plan)))
 
     def _test_program(self) -> CheckedProgram | None:
         if self._datasets.test is None:

@@ -32,20 +32,7 @@ def topology_of(plan: Plan) -> Topology:
     ranks = tuple(tuple(places[s, r] for r in range(stage.replicas)) for s, stage in enumerate(plan.stages))
     boundaries = plan.boundaries
     graph = plan.profile.graph
-    needing = _needing_gradient(plan)
     no_gradient = frozenset(
-        pair
-        for pair, refs in boundaries.items()
-        if not any(graph.spec(ref).requires_grad and ref.layer in needing for ref in refs)
+        pair for pair, refs in boundaries.items() if not any(map(graph.returns_gradient, refs))
     )
     return Topology(ranks, tuple(boundaries), no_gradient)
-
-
-def _needing_gradient(plan: Plan) -> set[str]:
-    """Return the layers whose outputs depend on a trained parameter."""
-    found: set[str] = set()
-    for layer in plan.profile.graph.layers:
-        trained = layer.trainable and bool(layer.parameters)
-        if trained or any(ref.layer in found for ref in layer.inputs):
-            found.add(layer.name)
-    return found

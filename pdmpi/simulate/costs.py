@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pdmpi.plan.cluster import Cluster, Level
-from pdmpi.plan.cuts import trained_layers
 from pdmpi.plan.plan import Plan, StagePlan
 from pdmpi.plan.profile import Profile
 from pdmpi.schedule.program import ALL_STAGES, Channel, Kind, Op, Topology
@@ -142,14 +141,11 @@ def costs_of(plan: Plan) -> Costs:
     device_of = {p.rank: p.node * cluster.devices_per_node + p.device for p in plan.placement}
     devices = tuple(device_of[rank] for rank in range(plan.num_ranks))
     graph = plan.profile.graph
-    _, depends = trained_layers(graph)
     sizes: dict[Channel, int] = {}
     for (source, target), refs in plan.boundaries.items():
         sizes[Channel(Kind.ACTIVATION, source, target)] = sum(graph.spec(ref).nbytes for ref in refs)
         sizes[Channel(Kind.GRADIENT, target, source)] = sum(
-            graph.spec(ref).nbytes
-            for ref in refs
-            if graph.spec(ref).requires_grad and depends[graph.index[ref.layer]]
+            graph.spec(ref).nbytes for ref in refs if graph.returns_gradient(ref)
         )
     return Costs(
         stages=tuple(_stage_cost(plan.profile, stage) for stage in plan.stages),
@@ -160,7 +156,7 @@ def costs_of(plan: Plan) -> Costs:
 
 
 def _stage_cost(profile: Profile, stage: StagePlan) -> StageCost:
-    trained, _ = trained_layers(profile.graph)
+    trained = profile.graph.trained
     positions = [profile.graph.index[name] for name in stage.layers]
     layers = [(trained[i], profile.costs[i]) for i in positions]
     costs = [cost for _, cost in layers]

@@ -10,7 +10,7 @@ from harness import assert_same, make_plan, run_config, serialise_forwards, trai
 from oracle import replay
 
 from pdmpi.config.run import RunConfig
-from pdmpi.errors import InputError
+from pdmpi.errors import InputError, PdmpiError
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +49,51 @@ def test_a_stage_without_parameters_in_sixteen_bits() -> None:
     config = configured("fixed_statistics", dtype="bfloat16")
     plan = make_plan(config, [1, 1, 1, 1])
     assert len(train_local(config, plan)) == 4
+
+
+def with_terms(schedule: str, parts: int, args: dict[str, Any], **train: Any) -> RunConfig:
+    found = run_config("conv", schedule, parts, **train).model_dump()
+    found["model"] |= {"factory": "oracle_models:several_terms", "args": args}
+    found["loss"] = {"factory": "oracle_models:terms", "args": {}}
+    return RunConfig.model_validate(found)
+
+
+@pytest.mark.parametrize(("schedule", "parts", "replicas"), [
+    ("pipedream", 1, [2, 1]), ("gpipe", 4, [1, 1, 1, 1]),
+], ids=str)  # fmt: skip
+def test_terms_of_the_loss_that_inner_stages_make(schedule: str, parts: int, replicas: list[int]) -> None:
+    """A balance term of no dimensions, a side head's scores and a custom autograd function."""
+    config = with_terms(schedule, parts, {}, evaluate_every=0)
+    plan = make_plan(config, replicas)
+    expected = replay(config, plan, [48 // config.train.minibatch_size])
+    for state in train_local(config, plan):
+        assert_same(state, expected)
+
+
+def test_a_value_without_rows_is_refused_where_the_test_set_does_not_fill_microbatches() -> None:
+    config = with_terms("pipedream", 1, {})
+    message = r"13 samples, which do not fill microbatches of 4, .* of shape \(\), .* give it 12 samples"
+    with pytest.raises(InputError, match=message):
+        train_local(config, make_plan(config, [1, 1]))
+    config = with_terms("pipedream", 1, {"always": False})
+    train_local(config, make_plan(config, [1, 1]))
+
+
+def test_layers_that_must_not_run_twice_are_refused_before_anything_runs() -> None:
+    config = configured("spectral", evaluate_every=0)
+    schedule = config.schedule.model_copy(update={"recompute": "always"})
+    config = config.model_copy(update={"schedule": schedule})
+    with pytest.raises(InputError, match=r"layer '1' of stage 0 changes the buffers .* = \"never\""):
+        train_local(config, make_plan(config, [1, 1]))
+
+
+def test_a_batch_of_another_shape_is_no_broadcast() -> None:
+    config = configured("unused", evaluate_every=0)
+    config = config.model_copy(
+        update={"data": config.data.model_copy(update={"factory": "oracle_models:ragged"})}
+    )
+    with pytest.raises(PdmpiError, match=r"returned shape \(4, 1\) where \(4, 64\) was traced"):
+        train_local(config, make_plan(config, [1, 1, 1, 1, 1]))
 
 
 @pytest.mark.parametrize(
