@@ -99,7 +99,7 @@ def _best(plan: Plan, cluster: Cluster, asked: ScheduleConfig) -> Plan:
     choice = replace(plan.schedule, recompute=asked.recompute if "recompute" in given else "auto")
     fixed = "extra_in_flight" in given and asked.extra_in_flight != "auto"
     extra = int(asked.extra_in_flight) if fixed else None
-    makers = (
+    makers: tuple[Callable[[], list[Plan]], ...] = (
         lambda: shortlist(plan.profile, cluster, choice),
         lambda: [partition(plan.profile, cluster, choice, shape=(1,) * size)],
         lambda: [partition(plan.profile, cluster, choice, shape=(size,))],
