@@ -211,6 +211,15 @@ def fake(tmp_path, name, body) -> dict[str, str]:
     return {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
 
 
+def test_a_job_that_finds_no_pdmpi_fails(tmp_path):
+    environ = fake(tmp_path, "python", "exit 0")
+    job = {"SLURM_SUBMIT_DIR": str(REPOSITORY), "SLURM_NTASKS": "1", "SLURM_JOB_NUM_NODES": "1"}
+    script = ["bash", REPOSITORY / "slurm" / "train.sbatch", "run.toml", "plan.h5", tmp_path / "run"]
+    done = subprocess.run(script, env=environ | job, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "see slurm/site.sh" in done.stderr
+
+
 def test_submit_passes_the_script_and_reads_the_number(tmp_path):
     environ = fake(
         tmp_path, "sbatch", f'cat > {tmp_path}/script; echo "$@" > {tmp_path}/args; echo "12;cluster"'
