@@ -12,8 +12,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 __all__ = [
-    "CheckpointConfig", "DataConfig", "Factory", "LossConfig", "ModelConfig", "OptimizerConfig",
-    "OutputConfig", "RunConfig", "RuntimeConfig", "ScheduleConfig", "TrainConfig", "TransportConfig",
+    "CheckpointConfig", "CollectivesConfig", "DataConfig", "Factory", "LossConfig", "ModelConfig",
+    "OptimizerConfig", "OutputConfig", "RunConfig", "RuntimeConfig", "ScheduleConfig", "TrainConfig",
+    "TransportConfig",
 ]  # fmt: skip
 
 Factory = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
@@ -126,6 +127,15 @@ class TransportConfig(_Table):
 
     device: Literal["auto", "cuda", "host"] = "auto"
     """Whether MPI is given device memory; ``auto`` probes by sending."""
+    share_devices: bool = False
+    """Whether more ranks than GPUs may start on a host and take turns on them."""
+
+
+class CollectivesConfig(_Table):
+    """``[collectives]``: what sums the gradients of replicas on GPUs."""
+
+    backend: Literal["auto", "nccl", "mpi"] = "auto"
+    """NCCL, or MPI through host buffers; ``auto`` takes NCCL where each rank has a GPU of its own."""
 
 
 class RuntimeConfig(_Table):
@@ -139,6 +149,8 @@ class RuntimeConfig(_Table):
     """
     silence_timeout_s: float = Field(default=7.0, gt=0)
     """Seconds without a sign of life of a rank (stopped, its host or link gone) until the job is ended."""
+    cuda_graphs: bool | Literal["auto"] = "auto"
+    """Whether a GPU replays a stage's kernels as one launch; ``auto`` does where that can be."""
 
 
 class CheckpointConfig(_Table):
@@ -181,6 +193,7 @@ class RunConfig(_Table):
     schedule: ScheduleConfig = ScheduleConfig()
     train: TrainConfig
     transport: TransportConfig = TransportConfig()
+    collectives: CollectivesConfig = CollectivesConfig()
     runtime: RuntimeConfig = RuntimeConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     output: OutputConfig = OutputConfig()

@@ -169,7 +169,8 @@ class Step:
         graph = torch.cuda.CUDAGraph()
         try:
             torch.cuda.synchronize()
-            with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            stream = torch.cuda.current_stream()
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 marks = self._launch()
         except RuntimeError:
             torch.cuda.synchronize()

@@ -9,12 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdmpi.errors import PdmpiError
+from pdmpi.runtime.clock import DeviceClock
 from pdmpi.runtime.limit import JointLimit
 from pdmpi.runtime.mailbox import Mailbox
 from pdmpi.runtime.player import Player
 from pdmpi.runtime.recorder import Recorder
 from pdmpi.schedule.check import CheckedProgram
 from pdmpi.schedule.program import ALL_STAGES, Instruction, Op, Program
+from pdmpi.simulate.report import COMPUTE
 from pdmpi.transport.base import Request
 
 __all__ = ["Executor"]
@@ -44,6 +46,8 @@ class Executor:
         Returns when the device has run all that was queued.
     recorder
         Is told which instruction is run.
+    clock
+        Tells when the device ran the computations; the host's clock does without it.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class Executor:
         on_microbatch: Callable[[int], None] | None = None,
         settle: Callable[[], None] = lambda: None,
         recorder: Recorder | None = None,
+        clock: DeviceClock | None = None,
     ) -> None:
         self.program: Program = checked.program
         self._rank = rank
@@ -69,6 +74,7 @@ class Executor:
         self._on_microbatch = on_microbatch
         self._settle = settle
         self._recorder = recorder
+        self._clock = clock
         trains = any(row[0] in (Op.BACKWARD, Op.BACKWARD_INPUT) for row in self._rows)
         self._counted = (Op.BACKWARD, Op.BACKWARD_INPUT) if trains else (Op.FORWARD,)
         self._first = min(players)
@@ -89,6 +95,8 @@ class Executor:
         at: MutableSequence[int] = [0]
         if self._recorder is not None:
             at = self._recorder.begin(self.program.rows[self._rank])
+        if self._clock is not None:
+            self._clock.begin()
         origin = perf_counter()
         try:
             for i, (op, stage, k, a, b, c, d, e) in enumerate(self._rows):
@@ -110,6 +118,8 @@ class Executor:
         if self._recorder is not None:
             self._recorder.end()
         ends[-1:] = perf_counter() - origin
+        if self._clock is not None:
+            self._read(self._clock)
         for player in self._players.values():
             player.weights.rewind()
 
@@ -128,7 +138,15 @@ class Executor:
             Op.WAIT_REDUCE: self._wait_reduce,
             Op.UPDATE: lambda s, k, v, read, write, *_: self._players[s].update(v, read, write),
         }
+        if self._clock is not None:
+            table.update({op: _marked(table[op], self._clock) for op in COMPUTE})
         return [table[op] for op in Op]
+
+    def _read(self, clock: DeviceClock) -> None:
+        """Put the device's times of computations in place of the host's."""
+        computed = np.flatnonzero(np.isin(self.program.rows[self._rank][:, 0], COMPUTE))
+        marks = np.array(clock.marks_s())
+        self.start_s[computed], self.end_s[computed] = marks[::2], marks[1::2]
 
     def _post_reduce(self, stage: int, k: int, group: int, *_: int) -> None:
         if self.program.groups[group].stage == ALL_STAGES:
@@ -168,3 +186,12 @@ def _versions(program: Program, stage: int) -> list[int]:
         forwards = rows[(rows[:, 0] == Op.FORWARD) & (rows[:, 1] == stage)]
         versions[forwards[:, 2]] = forwards[:, 3]
     return [int(version) for version in versions]
+
+
+def _marked(handler: _Handler, clock: DeviceClock) -> _Handler:
+    def handle(*operands: int) -> None:
+        clock.mark()
+        handler(*operands)
+        clock.mark()
+
+    return handle

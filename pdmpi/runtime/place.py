@@ -44,8 +44,11 @@ def open_transport(config: RunConfig) -> tuple[MpiTransport, torch.device, list[
         from pdmpi.transport.mpi import MpiTransport
 
         return MpiTransport(config.runtime.stall_timeout_s), torch.device("cpu"), []
-    device = torch.device("cuda", choose_device(os.environ, num_devices))
+    chosen = choose_device(os.environ, num_devices, share=config.transport.share_devices)
+    device = torch.device("cuda", chosen)
     torch.cuda.set_device(device)
+    own = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    torch.cuda.set_stream(own)  # no CUDA graph can be captured on the default one
     ucx = load_ucx()
     from pdmpi.transport.open import open_cuda_transport
 
@@ -55,5 +58,6 @@ def open_transport(config: RunConfig) -> tuple[MpiTransport, torch.device, list[
         ucx=ucx,
         num_devices=num_devices,
         device=config.transport.device,
+        collectives=config.collectives.backend,
     )
     return transport, device, notes

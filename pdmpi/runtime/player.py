@@ -128,10 +128,19 @@ class Player:
         if self._softening is not None and training:
             self._softening.begin(first)
 
+    def follow(self, rows: Sequence[Sequence[int]], stage: int) -> None:
+        """Read the rank's instructions of the program that follows; nothing here depends on them."""
+
     def forward(self, k: int, version: int, weights: int, inputs: int, output: int, saved: int) -> None:
         """Run the stage forward and fill its output slot."""
         if self._feed is not None:
             self._fed[k] = self._feed(k)
+        self.compute_forward(k, version, weights, inputs, output, saved)
+
+    def compute_forward(
+        self, k: int, version: int, weights: int, inputs: int, output: int, saved: int
+    ) -> None:
+        """Do the same on data that has been fed."""
         if self._softening is not None and self.module.training:
             self._softening.forward(k, version, weights)
         else:
@@ -268,6 +277,9 @@ class Player:
             self.weights.update(read, write, self._scale)
         else:
             self._limited_update(self._limit, read, write)
+        self._note_lags(version)
+
+    def _note_lags(self, version: int) -> None:
         self.lags.update(version - 1 - used for used in self._used)
         self._used.clear()
 

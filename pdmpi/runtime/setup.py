@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,7 +23,9 @@ from pdmpi.model.trace import TracedModel, trace_model
 from pdmpi.plan.plan import Plan, ScheduleChoice
 from pdmpi.plan.terms import SCHEDULES
 from pdmpi.runtime.boundary import boundary_of
+from pdmpi.runtime.capture import CudaCapturer
 from pdmpi.runtime.gradients import GradientReducer
+from pdmpi.runtime.graphs import GraphedPlayer
 from pdmpi.runtime.limit import JointLimit, Limit, limit_of, limit_problems
 from pdmpi.runtime.loss_scale import LossScale
 from pdmpi.runtime.mailbox import Mailbox
@@ -69,6 +71,8 @@ class Rank:
     reads_input, computes_loss
         For each of its stages: whether it reads the model's inputs, and whether it is the
         last one.
+    why_eager
+        Why a GPU's kernels are launched one by one; empty where they are not, and on a CPU.
     """
 
     players: Mapping[int, Player]
@@ -78,6 +82,7 @@ class Rank:
     traced: TracedModel
     reads_input: Mapping[int, bool]
     computes_loss: Mapping[int, bool]
+    why_eager: str = ""
 
 
 def label_of(plan: Plan, rank: int) -> str:
@@ -258,6 +263,18 @@ def build_rank(
     inputs = {layer.name for layer in graph.layers if layer.kind == INPUT}
     allocate = host_memory if device.type == "cpu" else device_memory(transport)
     limit = limit_of(config)
+    why_eager = _why_eager(config, programs, traced, transport) if device.type == "cuda" else ""
+    if why_eager and config.runtime.cuda_graphs is True:
+        raise InputError(f"[runtime] cuda_graphs = true, but {why_eager}; set it to \"auto\"")
+    graphs = device.type == "cuda" and config.runtime.cuda_graphs and not why_eager
+    played: Callable[..., Player] = Player
+    if graphs:
+        played = partial(
+            GraphedPlayer,
+            capturer=CudaCapturer(),
+            graph_updates=limit is None,
+            insist=config.runtime.cuda_graphs is True,
+        )
     players: dict[int, Player] = {}
     for stage, ranks in enumerate(topology.ranks):
         if transport.rank not in ranks:
@@ -270,7 +287,7 @@ def build_rank(
             training.slots[stage].weights,
             partial(_optimizer, config, names=names, device=device),
         )
-        players[stage] = Player(
+        players[stage] = played(
             module,
             weights,
             boundary_of(stage, programs, edges, allocate),
@@ -294,7 +311,27 @@ def build_rank(
         traced=traced,
         reads_input={s: any(name in inputs for name in plan.stages[s].layers) for s in players},
         computes_loss={s: s == last for s in players},
+        why_eager=why_eager,
     )
+
+
+def _why_eager(
+    config: RunConfig, programs: Iterable[Program], traced: TracedModel, transport: Transport
+) -> str:
+    """Return why no stage can be captured by CUDA graphs, or nothing."""
+    if not config.runtime.cuda_graphs:
+        return "[runtime] cuda_graphs = false"
+    if config.schedule.staleness_warmup or config.schedule.weight_prediction:
+        return "[schedule] staleness_warmup and weight_prediction change weights and rates as they go"
+    if any(np.any(rows[:, 0] == Op.BACKWARD_INPUT) for program in programs for rows in program.rows):
+        return f"schedule {config.schedule.name!r} runs its backward in two parts"
+    if config.train.batch_norm != "microbatch":
+        return f"[train] batch_norm = {config.train.batch_norm!r} keeps statistics between kernels"
+    if any(node.random for node in traced.recording.nodes):
+        return "the model draws random numbers (dropout)"
+    if any(program.groups for program in programs) and not transport.sums_on_device:
+        return "gradients are summed by MPI, through the host"
+    return ""
 
 
 def _joint_limit(

@@ -18,6 +18,7 @@ from pdmpi.errors import InputError
 from pdmpi.model.build import load_factory
 from pdmpi.model.example import dtype_of, microbatch_size
 from pdmpi.plan.plan import Plan
+from pdmpi.runtime.clock import DeviceClock
 from pdmpi.runtime.evaluation import Score, Scorer, score_problems
 from pdmpi.runtime.executor import Executor
 from pdmpi.runtime.feed import Feed, epoch_order, feed, padded_order
@@ -120,6 +121,7 @@ class Trainer:
         self._listener = listener
         self._device = device
         self._recorder = recorder
+        self._clock = DeviceClock() if device.type == "cuda" else None
         self._size = microbatch_size(config)
         self._topology = topology_of(plan)
         traced = trace_run(config, datasets.train)
@@ -261,6 +263,7 @@ class Trainer:
         progress: Callable[[int], None] | None = None,
     ) -> Executor:
         for stage, player in self.rank.players.items():
+            player.follow(checked.program.rows[self._transport.rank].tolist(), stage)
             player.begin(
                 training,
                 self._feed(checked, stage, dataset, order, first),
@@ -270,7 +273,8 @@ class Trainer:
         settle = torch.cuda.synchronize if self._device.type == "cuda" else _nothing
         executor = Executor(
             checked, self._transport.rank, self.rank.players, self.rank.mailbox, self.rank.joint,
-            progress, settle, self._recorder,
+            progress, settle,
+            self._recorder, self._clock,
         )  # fmt: skip
         self._transport.barrier()
         executor.run()

@@ -91,6 +91,11 @@ class WeightRing:
         return len(self._views)
 
     @property
+    def newest(self) -> int:
+        """The slot of the newest version."""
+        return self._newest
+
+    @property
     def masters(self) -> Mapping[str, nn.Parameter]:
         """The newest version of each parameter, as the optimizer knows it."""
         return self._masters
@@ -157,11 +162,15 @@ class WeightRing:
         self._move(self._newest, 0)
         self.select(0)
 
+    def stand_at(self, slot: int) -> None:
+        """Take the version in ``slot``, written there already, as the newest."""
+        if slot != self._newest and not self._rounds:
+            for master, view in zip(self._masters.values(), self._views[slot], strict=True):
+                master.data = view
+        self._newest = slot
+
     def _move(self, read: int, write: int) -> None:
         if read != write:
             for source, target in zip(self._flats[read], self._flats[write], strict=True):
                 target.copy_(source)
-            if not self._rounds:
-                for master, view in zip(self._masters.values(), self._views[write], strict=True):
-                    master.data = view
-        self._newest = write
+        self.stand_at(write)

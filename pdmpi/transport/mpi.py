@@ -177,6 +177,11 @@ class MpiTransport(OperationOwner):
         """Number of ranks."""
         return self._size
 
+    @property
+    def sums_on_device(self) -> bool:
+        """No: the host sums."""
+        return False
+
     def prepare(self, groups: Sequence[Sequence[int]], dtypes: Sequence[str] = ()) -> None:
         """Make the groups' communicators (all ranks together), and sum known values in each dtype.
 

@@ -19,7 +19,9 @@ MEETING_PATIENCE = 10
 
 _MIN_SLEEP_S = 20e-6
 _ASIDE_SLEEP_S = 500e-6
-"""The second thread looks so long after a start: each look takes the interpreter from the first."""
+_ASIDE_FACTOR = 4
+"""The second thread looks half a millisecond after a start, then less and less often, down to once in so
+many longest sleeps of a wait: each look takes the interpreter from the first thread."""
 _BACKOFF = 0.02
 """A wait sleeps for this part of the time that it has waited: a message over TCP takes hundreds of steps."""
 _MOVING_S = 10e-6
@@ -143,7 +145,7 @@ class Progress:
                 if self._outstanding == 0 and not self._ended:
                     self._wanted.wait()
             sleep_s = self._sleep_s
-            self._sleep_s = min(2 * sleep_s, self._max_sleep_s)
+            self._sleep_s = min(2 * sleep_s, _ASIDE_FACTOR * self._max_sleep_s)
             if not self._waiting and self._poke is not None:
                 begin = time.thread_time()
                 self._poke()
