@@ -55,7 +55,7 @@ class Silent:
 def run_config(
     model: str, schedule: str = "pipedream", microbatches: int = 1, every: int = 1000, **train: Any
 ) -> RunConfig:
-    data = {"conv": "images", "sequence": "tokens"}[model]
+    data = {"conv": "images", "sequence": "tokens"}[model.partition("_")[0]]
     return RunConfig.model_validate(
         {
             "model": {"factory": f"oracle_models:{model}"},

@@ -18,14 +18,15 @@ def main() -> None:
     for model, schedule, microbatches, replicas, minibatches in cases:
         config = run_config(model, schedule, microbatches)
         plan = make_plan(config, replicas)
-        state, _ = train_rank(config, plan, transport, device=device)
+        state, trainer = train_rank(config, plan, transport, device=device)
         expected = replay(config, plan, [minibatches], device)
         assert_same(state, expected, f"{schedule} {replicas} on rank {transport.rank}")
         parts = transport.gather(json.dumps(sorted(state)).encode())
         held = {name for part in parts for name in json.loads(part)}
         assert transport.rank or held == expected.keys(), held ^ expected.keys()
         if transport.rank == 0:
-            print("equal", model, schedule, "-".join(map(str, replicas)), flush=True)
+            graphs = sum(getattr(player, "num_graphed", 0) for player in trainer.rank.players.values())
+            print("equal", model, schedule, "-".join(map(str, replicas)), graphs, "graphs", flush=True)
     transport.close()
 
 
