@@ -112,7 +112,8 @@ class Bench:
         plan = self.plan(row, minibatches)
         planned = time.monotonic()
         chosen = replace(row, schedule=plan.schedule.name, microbatches=plan.schedule.microbatches)
-        config = config_of(chosen, minibatches)
+        parts = plan.schedule.microbatches // row.microbatches  # the planner may choose larger minibatches
+        config = config_of(chosen, max(minibatches // parts, 4))
         listener = Mute()
         trainer = Trainer(config, plan, self.transport, load_datasets(config), listener, self.device)
         built = time.monotonic()
@@ -122,7 +123,7 @@ class Bench:
             position = trainer.epoch(position)
         timeline = trainer.timeline()
         mine = json.dumps([self._memory(trainer), self._graphs(trainer)]).encode()
-        parts = [json.loads(part) for part in self.transport.gather(mine)]
+        everyone = [json.loads(part) for part in self.transport.gather(mine)]
         if timeline is None:
             return {}
         costs = costs_of(plan)
@@ -133,11 +134,11 @@ class Bench:
             "samples_per_s": report.samples_per_s,
             "predicted_samples_per_s": plan.prediction.samples_per_s,
             "busy": [rank.utilisation for rank in report.ranks],
-            "memory_bytes": [part[0] for part in parts],
+            "memory_bytes": [part[0] for part in everyone],
             "predicted_memory_bytes": [rank.memory_bytes for rank in report.ranks],
-            "graphs": [part[1] for part in parts],
+            "graphs": [part[1] for part in everyone],
             "plan": f"{plan.schedule.name} {'-'.join(str(s.replicas) for s in plan.stages)} "
-                    f"+{plan.schedule.extra_in_flight}",
+                    f"+{plan.schedule.extra_in_flight}, {plan.schedule.microbatches} microbatches",
             "seconds": [planned - begin, built - planned, time.monotonic() - built],
             "notices": listener.notices,
         }  # fmt: skip
