@@ -78,8 +78,6 @@ class GraphedPlayer(Player):
         self, *args: Any, capturer: Capturer, graph_updates: bool, insist: bool = False, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.why_eager = ""
-        """Why nothing is captured any more, on one line."""
         self._capturer = capturer
         self._graph_updates = graph_updates and can_capture(self.weights.optimizer)
         self._insist = insist

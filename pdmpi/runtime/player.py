@@ -36,6 +36,11 @@ _NOTHING_FED = Batch({}, None)
 class Player:
     """One replica of one stage.
 
+    Attributes
+    ----------
+    why_eager
+        Why CUDA graphs that were to play it do not, on one line; empty otherwise.
+
     Parameters
     ----------
     module
@@ -60,6 +65,8 @@ class Player:
     statistics
         Moves running statistics once an update; None lets layers do so for each microbatch.
     """
+
+    why_eager = ""
 
     def __init__(
         self,

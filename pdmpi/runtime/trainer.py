@@ -122,6 +122,7 @@ class Trainer:
         self._device = device
         self._recorder = recorder
         self._clock = DeviceClock() if device.type == "cuda" else None
+        self._told: set[str] = set()
         self._size = microbatch_size(config)
         self._topology = topology_of(plan)
         traced = trace_run(config, datasets.train)
@@ -235,6 +236,8 @@ class Trainer:
         )
         for stage, player in self.rank.players.items():
             average_statistics(player.module, self._transport, self._topology.ranks[stage])
+        if self._device.type == "cuda":
+            self._tell_why_eager()
         reports = self._transport.gather(self._report(executor).to_json())
         ends = self._transport.gather(np.array(executor.end_s[-1:]).tobytes())
         if self._transport.rank == 0:
@@ -250,6 +253,16 @@ class Trainer:
                 skipped=0 if scale is None else scale.skipped,
             )
             self._listener.segment(report)
+
+    def _tell_why_eager(self) -> None:
+        """Say once, on rank 0, why kernels of any rank are launched one by one though graphs are wanted."""
+        players = self.rank.players.values()
+        why = self.rank.why_eager or next((p.why_eager for p in players if p.why_eager), "")
+        parts = self._transport.gather(f"-{why}".encode())
+        for text in (part.decode()[1:] for part in parts):
+            if text and text not in self._told and self.config.runtime.cuda_graphs:
+                self._told.add(text)
+                self._listener.notice(f"CUDA graphs are off, kernels are launched one by one: {text}")
 
     def _run(
         self,
