@@ -42,26 +42,22 @@ def test_weights_equal_the_oracle(lab: Lab, mpi: str) -> None:
 
 @pytest.mark.mpi
 def test_a_link_that_is_not_the_plans_is_told(lab: Lab) -> None:
-    """A link of 40 Mbit/s, for plans that expect as much, and ten times as much.
-
-    Each is measured three times: a busy machine disturbs some.  (That it is faster than a plan says
-    shows on a quiet machine only: a disturbed measurement stops early.)
-    """
-    expected = [5e6] * 3 + [50e6] * 3
+    """A link of 40 Mbit/s, for plans that expect as much, and ten times as much or as little."""
     lab.rate("40mbit")
     try:
-        printed = run(lab, "openmpi", Path(__file__).with_name("notes_job.py"), *expected)
+        printed = run(lab, "openmpi", Path(__file__).with_name("notes_job.py"), 5e6, 50e6, 0.5e6)
     finally:
         lab.rate("400mbit")
     lines = [json.loads(line) for line in printed.splitlines() if '"notes"' in line]
-    notes = [" ".join(line["notes"]) for line in lines]
-    assert "" in notes[:3]
+    as_planned, slower, faster = (line["notes"] for line in lines)
+    assert as_planned == []
     assert re.search(
         r"warning: the network is \d+\.\d times slower than the plan's: stage 0 to 1 \(rank 0 on h1, "
         r"rank 1 on h2\) moves [\d.]+ MB/s each way at once, the plan's 'network' 50 MB/s; measure it "
         r"\(mpirun -n 2 pdmpi cluster\) and plan again",
-        notes[3],
+        slower[0],
     )
+    assert "times faster than the plan's" in faster[0]
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,11 @@ def test_a_thousand_ranks_are_scheduled_in_seconds():
     program = generate(ScheduleChoice(), straight(*[1] * 1024), 1000)
     spent = time.process_time() - start
     assert sum(map(len, program.rows)) > 11_000_000
-    assert spent < 30.0  # 1.5 s on the machine it was written on, 7 s on one whose memory was taken away
+    assert spent < 6.0  # 1.5 s on the machine it was written on
 
 
 def test_sixteen_ranks_are_checked_in_seconds():
     program = generate(ScheduleChoice(), straight(*[1] * 16), 2000)
     start = time.process_time()
     assert violations(program) == []
-    assert time.process_time() - start < 15.0  # 0.3 s on the machine it was written on
+    assert time.process_time() - start < 3.0  # 0.3 s on the machine it was written on

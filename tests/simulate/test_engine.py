@@ -207,4 +207,4 @@ def test_a_thousand_stages_in_seconds() -> None:
     stages = tuple(replace(s, forward_s=f) for s, f in zip(costs.stages, forwards, strict=True))
     found = simulate(program, replace(costs, stages=stages))
     assert found.duration_s > 100 * 3
-    assert time.process_time() - begin < 40
+    assert time.process_time() - begin < 12
