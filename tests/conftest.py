@@ -15,6 +15,7 @@ settings.register_profile("pdmpi", deadline=None, print_blob=True)
 settings.load_profile("pdmpi")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what this machine lacks, with the reason; let tests of many processes run one at a time."""
     for item in items:

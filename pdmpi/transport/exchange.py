@@ -23,7 +23,7 @@ _LONG_S = 0.02
 _REPEATS = 3
 """Long messages of which the fastest counts: a disturbance makes them slower, nothing makes them faster."""
 _PATIENCE_S = 0.5
-"""How long a link is given to reach half of what is expected of it."""
+"""How long a link is given to reach half of what is expected of it, with longer and longer messages."""
 _TAG, _STREAM = 0, 0
 
 
@@ -62,8 +62,8 @@ def measure_exchanges(
     hosts
         Name of each rank's host: a host measures one link at a time.
     expected
-        Bytes a second of each pair: a measurement that stays below half of it is repeated
-        longer, since something else may have disturbed it.
+        Bytes a second of each pair: a measurement that stays below half of it goes on with
+        longer messages, since latency or something else may have disturbed it.
     """
     mine: list[Exchange] = []
     wanted = dict(zip(pairs, expected, strict=True))
@@ -90,16 +90,19 @@ def _rate(transport: Transport, pair: tuple[int, int], expected: float) -> float
         buffer.fill(0)  # else the first to touch its pages would be the messages
     _exchange_s(transport, peer, arriving[:_FIRST_BYTES], leaving[:_FIRST_BYTES])  # connects them
     began = time.perf_counter()
-    nbytes, rates = _FIRST_BYTES, [0.0]
+    nbytes, rates, repeats = _FIRST_BYTES, [0.0], 0
     while nbytes:
         spent_s = _exchange_s(transport, peer, arriving[:nbytes], leaving[:nbytes])
-        is_long = spent_s > _LONG_S or nbytes == _LAST_BYTES
-        if is_long:
+        is_last = nbytes == _LAST_BYTES
+        if spent_s > _LONG_S or is_last:
             rates.append(nbytes / spent_s)
-        following = nbytes if is_long else 2 * nbytes  # once more: it may have been a disturbance
-        enough = len(rates) > _REPEATS and max(rates) > expected / 2
-        if enough or (len(rates) > 1 and time.perf_counter() - began > _PATIENCE_S):
-            following = 0
+            repeats += 1
+        else:
+            rates, repeats = [0.0], _REPEATS  # what seemed long at this size was a disturbance
+        following = nbytes
+        if repeats == _REPEATS:
+            is_done = max(rates) > expected / 2 or is_last or time.perf_counter() - began > _PATIENCE_S
+            following, repeats = 0 if is_done and max(rates) else 2 * nbytes, 0
         nbytes = _agreed(transport, peer, leads, following)
     return max(rates)
 
