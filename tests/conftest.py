@@ -15,12 +15,8 @@ settings.register_profile("pdmpi", deadline=None, print_blob=True)
 settings.load_profile("pdmpi")
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what this machine lacks, with the reason; let tests of many processes run one at a time."""
-    for item in items:
-        if any(item.get_closest_marker(marker) for marker in _MANY_PROCESSES):
-            item.add_marker(pytest.mark.xdist_group("many processes"))
+    """Skip what this machine lacks, with the reason."""
     for marker, missing in _REQUIREMENTS.items():
         marked = [item for item in items if item.get_closest_marker(marker)]
         reason = missing() if marked else ""
@@ -49,7 +45,5 @@ def _no_hosts() -> str:
 
 
 _SBIN = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
-
-_MANY_PROCESSES = ("mpi", "slurm", "hosts", "gpu")
 
 _REQUIREMENTS: dict[str, Callable[[], str]] = {"gpu": _no_gpu, "slurm": _no_slurm, "hosts": _no_hosts}
