@@ -1,4 +1,4 @@
-"""Run on two ranks by test_graphs.py: what CUDA graphs promise besides the right weights."""
+"""Run on two ranks by test_cuda_graphs.py: what CUDA graphs promise besides the right weights."""
 
 from __future__ import annotations
 
