@@ -8,10 +8,13 @@ import time
 from types import ModuleType
 from typing import NoReturn
 
+from pdmpi.errors import InputError
+
 __all__ = ["leave"]
 
-_GRACE_S = 2.0
-"""How long a failed rank waits for the others to fail as well before it aborts them."""
+_GRACE_S, _INPUT_GRACE_S = 2.0, 8.0
+"""How long a failed rank waits for the others to fail as well before it aborts them; longer where all
+ranks check the same input, which they read at different speeds."""
 
 _FORWARD_S = 0.2
 """How long a launcher is given to forward the last line: MPICH's drops what is left at an abort."""
@@ -38,7 +41,7 @@ def leave(code: int, message: str = "") -> NoReturn:
 def _leave_world(mpi: ModuleType, code: int, message: str) -> None:
     world = mpi.COMM_WORLD
     arrived = world.Ibarrier()
-    deadline = time.monotonic() + _GRACE_S
+    deadline = time.monotonic() + (_INPUT_GRACE_S if code == InputError.exit_code else _GRACE_S)
     while not arrived.Test():
         if time.monotonic() > deadline:
             print(f"{message} [rank {world.rank}]", file=sys.stderr, flush=True)

@@ -48,6 +48,7 @@ def command(
     import torch
 
     from pdmpi.model.measure import profile_model
+    from pdmpi.model.no_compiler import without_compiler
 
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -57,7 +58,7 @@ def command(
         raise InputError(f"--device = {device!r} is no device of torch; try cpu or cuda") from error
     if place.type == "cuda" and not torch.cuda.is_available():
         raise InputError(f"--device = {device!r}, but torch sees no CUDA device; try --device cpu")
-    with Progress("profile") as progress:
+    with without_compiler(), Progress("profile") as progress:
         profile = profile_model(
             run,
             device=place,

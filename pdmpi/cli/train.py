@@ -37,11 +37,21 @@ __all__ = ["command"]
 @click.argument("config", type=click.Path(path_type=Path))
 @click.option("--plan", "plan_path", required=True, type=click.Path(path_type=Path), help="PLAN.h5 to run.")
 @click.option("--run-dir", type=click.Path(path_type=Path), help="Instead of [output] run_dir.")
-@click.option("--resume", default="none", show_default=True, metavar="auto|none|PATH",
-              help="Go on from the newest good checkpoint of the run, from nothing, or from this one.")
+@click.option(
+    "--resume",
+    default="none",
+    show_default=True,
+    metavar="auto|none|PATH",
+    help="Go on from the newest good checkpoint of the run, from nothing, or from this one.",
+)
 @click.option("--init", type=click.Path(path_type=Path), help="Start from this safetensors file.")
-@click.option("--replan", type=click.Choice(["never", "auto"]), default="never", show_default=True,
-              help="Plan again if the ranks or hosts are not those that the plan is for.")
+@click.option(
+    "--replan",
+    type=click.Choice(["never", "auto"]),
+    default="never",
+    show_default=True,
+    help="Plan again if the ranks or hosts are not those that the plan is for.",
+)
 @json_option
 def command(
     config: Path, plan_path: Path, run_dir: Path | None, resume: str, init: Path | None, replan: str,
@@ -63,6 +73,7 @@ def command(
       pdmpi train run.toml --plan one-rank.h5 --resume none --init model.safetensors --json
     """
     run = _read(config)
+    from pdmpi.model.no_compiler import without_compiler
     from pdmpi.runtime.agree import from_rank_0
     from pdmpi.runtime.keeper import Keeper
     from pdmpi.runtime.network import network_notes
@@ -79,6 +90,7 @@ def command(
     limit = end_time(job, os.environ) if is_first else None
     notice = _say if is_first else _mute
     with (
+        without_compiler(),
         contextlib.ExitStack() as held,
         StopRequest(signals, deadline_unix_s=limit, margin_s=run.checkpoint.margin_s, notice=notice) as stop,
     ):

@@ -23,6 +23,7 @@ from pdmpi.model.deferred import Tape, cast, storage_id
 from pdmpi.model.layers import Layers, LayerState, layers_of
 from pdmpi.model.record import record
 from pdmpi.model.recording import CannotFollow, Recording, Value
+from pdmpi.model.no_compiler import without_compiler
 from pdmpi.model.tree import map_tree, tensors_of, tree_leaves
 
 __all__ = ["TracedModel", "trace_model"]
@@ -155,6 +156,7 @@ class TracedModel:
         return {value: ref for ref, value in self.value_of.items()}
 
 
+@without_compiler()
 def trace_model(
     config: ModelConfig, example: Any, *, seed: int = 0, dtype: torch.dtype = torch.float32
 ) -> TracedModel:

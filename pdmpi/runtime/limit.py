@@ -179,7 +179,7 @@ def limit_problems(config: RunConfig) -> list[str]:
         return []
     return [
         '[train] dtype = "float16" needs one loss scale for all stages and an overflow that all of them '
-        f"leave out, but schedule {name!r} updates stages at different times; set dtype = \"bfloat16\", or "
+        f'leave out, but schedule {name!r} updates stages at different times; set dtype = "bfloat16", or '
         "take a schedule that flushes (1f1b, gpipe, zb-h1)"
     ]
 

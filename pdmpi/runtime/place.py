@@ -37,8 +37,7 @@ def open_transport(config: RunConfig) -> tuple[MpiTransport, torch.device, list[
     if wanted == "cuda" and not num_devices:
         why = "this process sees no CUDA device" if usable else "CuPy is missing"
         raise InputError(
-            f"[train] device = 'cuda', but {why}; pip install 'pdmpi[cuda13]' (or cuda12), "
-            "or set 'cpu'"
+            f"[train] device = 'cuda', but {why}; pip install 'pdmpi[cuda13]' (or cuda12), or set 'cpu'"
         )
     if not num_devices:
         from pdmpi.transport.mpi import MpiTransport

@@ -107,9 +107,7 @@ class Player:
         self._used: list[int] = []
         self._leaves = _leaves(boundary)
 
-    def begin(
-        self, training: bool, feed: Feed | None, criterion: Criterion | None, first: int = 0
-    ) -> None:
+    def begin(self, training: bool, feed: Feed | None, criterion: Criterion | None, first: int = 0) -> None:
         """Prepare for a program.
 
         Parameters
@@ -218,9 +216,7 @@ class Player:
         else:
             self.weights.select(weights)
 
-    def _roots(
-        self, run: StageRun, k: int, grad_in: int
-    ) -> tuple[list[Tensor], list[Tensor | None], float]:
+    def _roots(self, run: StageRun, k: int, grad_in: int) -> tuple[list[Tensor], list[Tensor | None], float]:
         """Return where the backward starts, with which gradients, and the microbatch's loss."""
         roots: list[Tensor] = []
         gradients: list[Tensor | None] = []

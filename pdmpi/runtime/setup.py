@@ -265,7 +265,7 @@ def build_rank(
     limit = limit_of(config)
     why_eager = _why_eager(config, programs, traced, transport) if device.type == "cuda" else ""
     if why_eager and config.runtime.cuda_graphs is True:
-        raise InputError(f"[runtime] cuda_graphs = true, but {why_eager}; set it to \"auto\"")
+        raise InputError(f'[runtime] cuda_graphs = true, but {why_eager}; set it to "auto"')
     graphs = device.type == "cuda" and config.runtime.cuda_graphs and not why_eager
     played: Callable[..., Player] = Player
     if graphs:

@@ -40,9 +40,7 @@ def state_names(module: nn.Module) -> tuple[str, ...]:
     return tuple(name for name, _ in _entries(module))
 
 
-def masters_by_name(
-    module: nn.Module, masters: Mapping[str, nn.Parameter]
-) -> dict[str, nn.Parameter]:
+def masters_by_name(module: nn.Module, masters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
     """Return the master of each trained parameter by all its names: a shared one has several."""
     first: dict[int, nn.Parameter] = {}
     found: dict[str, nn.Parameter] = {}

@@ -221,9 +221,7 @@ class Trainer:
             minibatches = done * len(self._topology.ranks[first]) // self.config.schedule.microbatches
             held = self.rank.players[first].losses.get(k)
             known = held if isinstance(held, float) else float("nan")
-            self._listener.progress(
-                position.epoch, position.minibatch + minibatches, self.minibatches, known
-            )
+            self._listener.progress(position.epoch, position.minibatch + minibatches, self.minibatches, known)
 
         executor = self._run(
             checked,

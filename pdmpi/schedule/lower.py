@@ -106,9 +106,7 @@ def _most(a: SlotCounts, b: SlotCounts) -> SlotCounts:
     return SlotCounts(**{f.name: max(getattr(a, f.name), getattr(b, f.name)) for f in fields(SlotCounts)})
 
 
-def _write(
-    lane: Lane, topology: Topology, group: int, updated: Positions | None, listing: Listing
-) -> None:
+def _write(lane: Lane, topology: Topology, group: int, updated: Positions | None, listing: Listing) -> None:
     _write_computations(lane, listing)
     for link in lane.incoming:
         _write_receives(lane, link, topology, listing)

@@ -86,6 +86,4 @@ def generate(
 def program_of(plan: Plan, num_minibatches: int, *, joint_updates: bool = False) -> Program:
     """Return the program of a plan: its schedule, its topology, its stages' recomputation."""
     recompute = [s for s, stage in enumerate(plan.stages) if stage.recompute]
-    return generate(
-        plan.schedule, topology_of(plan), num_minibatches, recompute, joint_updates=joint_updates
-    )
+    return generate(plan.schedule, topology_of(plan), num_minibatches, recompute, joint_updates=joint_updates)

@@ -110,7 +110,10 @@ def _chunk_rank(schedule: str, stage: int, ranks: int) -> int:
 
 
 def train_rank(
-    config: RunConfig, plan: Plan, transport: Transport, listener: Silent | None = None,
+    config: RunConfig,
+    plan: Plan,
+    transport: Transport,
+    listener: Silent | None = None,
     device: torch.device = CPU,
 ) -> tuple[dict[str, Tensor], Trainer]:
     """Train one epoch on one rank and return its parameters and buffers by name."""

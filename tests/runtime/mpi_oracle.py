@@ -8,6 +8,7 @@ import sys
 from harness import assert_same, make_plan, run_config, train_rank
 from oracle import replay
 
+from pdmpi.model.no_compiler import without_compiler
 from pdmpi.runtime.place import open_transport
 
 
@@ -30,4 +31,5 @@ def main() -> None:
     transport.close()
 
 
-main()
+with without_compiler():
+    main()

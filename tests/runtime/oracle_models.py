@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from pdmpi.model.zoo.digits import digits
+
 
 class Residual(nn.Module):
     def __init__(self, channels: int) -> None:
@@ -65,21 +67,19 @@ def sequence_without_draws() -> nn.Module:
 
 
 def images(split: str = "train", samples: int = 48) -> TensorDataset:
-    from sklearn.datasets import load_digits
-
-    found = load_digits()
-    chosen = slice(0, samples) if split == "train" else slice(samples, samples + 13)
-    pixels = torch.from_numpy(found.images[chosen]).unsqueeze(1) / 16
-    return TensorDataset(pixels, torch.from_numpy(found.target[chosen]))
+    pixels, target = _digits(split, samples)
+    return TensorDataset(pixels, target)
 
 
 def tokens(split: str = "train", samples: int = 48) -> TensorDataset:
-    from sklearn.datasets import load_digits
+    pixels, target = _digits(split, samples)
+    return TensorDataset((16 * pixels[:, 0, :, 3]).long(), target)
 
-    found = load_digits()
+
+def _digits(split: str, samples: int) -> tuple[Tensor, Tensor]:
+    pixels, target = digits("train").tensors
     chosen = slice(0, samples) if split == "train" else slice(samples, samples + 13)
-    rows = torch.from_numpy(found.images[chosen]).long()[:, :, 3]
-    return TensorDataset(rows, torch.from_numpy(found.target[chosen]))
+    return pixels[chosen].double(), target[chosen]
 
 
 class Unused(nn.Module):

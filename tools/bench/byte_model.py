@@ -34,5 +34,3 @@ def byte_text(split: Literal["train", "test"], length: int, count: int) -> Datas
     """Return the first ``count`` pieces of Python's own manual (a quarter as many to test)."""
     found = text(split, length)
     return Subset(found, range(count if split == "train" else count // 4))
-
-

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
@@ -81,11 +84,12 @@ def digits(split: Literal["train", "test"] = "train") -> TensorDataset:
     Images are float32 of shape (1, 8, 8) in 0..1, labels int64.  The split is fixed: every
     fifth image is a test image.
     """
-    from sklearn.datasets import load_digits
-
-    bunch = load_digits()
-    images = torch.from_numpy(bunch.images).to(torch.float32).div_(16.0).unsqueeze(1)
-    labels = torch.from_numpy(bunch.target).to(torch.int64)
+    found = find_spec("sklearn")  # its file is read without importing it, which takes seconds on every rank
+    if found is None or found.origin is None:
+        raise ModuleNotFoundError("scikit-learn brings the digits: pip install scikit-learn", name="sklearn")
+    rows = np.loadtxt(Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",")
+    images = torch.from_numpy(rows[:, :-1]).to(torch.float32).div_(16.0).reshape(-1, 1, 8, 8)
+    labels = torch.from_numpy(rows[:, -1]).to(torch.int64)
     test = torch.arange(len(labels)) % _TEST_EVERY == _TEST_EVERY - 1
     chosen = test if split == "test" else ~test
     return TensorDataset(images[chosen], labels[chosen])
