@@ -21,9 +21,9 @@ from pdmpi.model.build import load_factory
 from pdmpi.model.compare import Differs, with_batch_size, with_evaluation
 from pdmpi.model.deferred import Tape, cast, storage_id
 from pdmpi.model.layers import Layers, LayerState, layers_of
+from pdmpi.model.no_compiler import without_compiler
 from pdmpi.model.record import record
 from pdmpi.model.recording import CannotFollow, Recording, Value
-from pdmpi.model.no_compiler import without_compiler
 from pdmpi.model.tree import map_tree, tensors_of, tree_leaves
 
 __all__ = ["TracedModel", "trace_model"]
