@@ -89,7 +89,7 @@ def start(
 
 def mpirun(
     num_ranks: int, arguments: Sequence[str | Path], mpi: str = "openmpi", *,
-    env: Mapping[str, str] | None = None, cwd: Path | None = None, timeout: float = 300.0, check: bool = True,
+    env: Mapping[str, str] | None = None, cwd: Path | None = None, timeout: float = 600.0, check: bool = True,
 ) -> subprocess.CompletedProcess[str]:  # fmt: skip
     """Run ``python *arguments`` on ``num_ranks`` ranks of this host, and return what they printed.
 

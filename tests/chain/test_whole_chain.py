@@ -29,7 +29,7 @@ CLUSTER = REPOSITORY / "configs" / "clusters" / "laptop.toml"
 
 def pdmpi(*arguments: object, code: int = 0) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
-        [sys.executable, *PDMPI, *map(str, arguments)], capture_output=True, text=True, timeout=300
+        [sys.executable, *PDMPI, *map(str, arguments)], capture_output=True, text=True, timeout=600
     )
     assert done.returncode == code, done.stdout + done.stderr
     return done
@@ -76,7 +76,7 @@ def test_training_learns_and_reports(
 ) -> None:
     plan = chain / f"{shape}.h5"
     arguments = (*PDMPI, "train", chain / "run.toml", "--plan", plan, "--run-dir", tmp_path / "run", "--json")
-    done = mpirun(num_ranks, arguments, mpi, timeout=300)
+    done = mpirun(num_ranks, arguments, mpi)
     report = json.loads(done.stdout)
     assert report["num_ranks"] == num_ranks
     assert report["samples"] == 1438 // (32 * num_ranks_a_round(shape)) * 32 * num_ranks_a_round(shape)

@@ -46,7 +46,7 @@ def run_and_hit(files: Path, run_dir: Path, mpi: str, number: int) -> tuple[int,
     begin = time.monotonic()
     job = start(3, arguments, mpi)
     try:
-        deadline = begin + 240
+        deadline = begin + 600
         metrics = run_dir / "metrics.jsonl"
         while not (metrics.exists() and metrics.stat().st_size > 1000):
             assert job.poll() is None, job.communicate()

@@ -137,7 +137,7 @@ def ranks_of(shape: str) -> int:
     return sum(map(int, shape.split("-")))
 
 
-def train(directory: Path, shape: str, run_dir: Path, *more: object, timeout_s: float = 240.0, **options):
+def train(directory: Path, shape: str, run_dir: Path, *more: object, timeout_s: float = 600.0, **options):
     """Run to the end and return (exit code, everything that was printed)."""
     job = start(ranks_of(shape), arguments(directory, shape, run_dir, *more), **options)
     stdout, stderr = job.communicate(timeout=timeout_s)

@@ -30,7 +30,7 @@ from pdmpi.checkpoint.status import read_status
 
 pytestmark = pytest.mark.mpi
 
-STEPS = 48
+STEPS = 96
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +44,10 @@ def runs(tmp_path_factory) -> Path:
     return directory
 
 
-def wait_for_loss(run_dir: Path, count: int, job: subprocess.Popen) -> None:
-    """Wait until so many losses are recorded."""
+def wait_for_losses_behind(run_dir: Path, minibatch: int, job: subprocess.Popen) -> None:
+    """Wait until losses behind so many minibatches are recorded."""
     path = run_dir / "metrics.jsonl"
-    wait_for(lambda: path.exists() and path.read_text().count('"loss", ') >= count, job)
+    wait_for(lambda: path.exists() and path.read_text().count('"loss", ') > minibatch, job)
 
 
 def wait_for(condition: Callable[[], object], job: subprocess.Popen) -> None:
@@ -58,25 +58,20 @@ def wait_for(condition: Callable[[], object], job: subprocess.Popen) -> None:
         time.sleep(0.02)
 
 
-def signal_twice(runs: Path, run_dir: Path) -> tuple[subprocess.Popen, str]:
-    job = start(3, arguments(runs, "2-1", run_dir, "--resume", "auto"), env={PAUSE: "0.02"})
-    wait_for_loss(run_dir, 6, job)
+def signal_twice(job: subprocess.Popen, run_dir: Path) -> str:
     job.send_signal(signal.SIGUSR1)
     job.send_signal(signal.SIGUSR1)
-    return job, job.communicate(timeout=600)[1]
+    return job.communicate(timeout=600)[1]
 
 
-def signal_during_a_checkpoint(runs: Path, run_dir: Path) -> tuple[subprocess.Popen, str]:
-    job = start(3, arguments(runs, "2-1", run_dir, "--resume", "auto"), env={SLOW_DISK: "3"})
+def signal_during_a_checkpoint(job: subprocess.Popen, run_dir: Path) -> str:
     wait_for(lambda: list((run_dir / "checkpoints").glob(".writing-*")), job)
     job.send_signal(signal.SIGUSR1)
-    return job, job.communicate(timeout=600)[1]
+    return job.communicate(timeout=600)[1]
 
 
-def signal_while_ranks_wait(runs: Path, run_dir: Path) -> tuple[subprocess.Popen, str]:
+def signal_while_ranks_wait(job: subprocess.Popen, run_dir: Path) -> str:
     """Ranks 0 and 1 wait for messages of a rank that is stopped; it gets the signal, too, when it goes on."""
-    job = start(3, arguments(runs, "2-1", run_dir, "--resume", "auto"), env={PAUSE: "0.02"})
-    wait_for_loss(run_dir, 6, job)
     stopped = rank_process(job, 2)
     os.kill(stopped, signal.SIGSTOP)
     time.sleep(0.5)
@@ -87,36 +82,41 @@ def signal_while_ranks_wait(runs: Path, run_dir: Path) -> tuple[subprocess.Popen
         assert line, said
         said += line
     os.kill(stopped, signal.SIGCONT)
-    return job, said + job.communicate(timeout=600)[1]
+    return said + job.communicate(timeout=600)[1]
 
 
-@pytest.mark.parametrize("stop", [signal_twice, signal_during_a_checkpoint, signal_while_ranks_wait])
-def test_a_signal_checkpoints_and_the_resumed_run_is_bitwise_the_whole_one(runs, tmp_path, stop):
-    job, said = stop(runs, tmp_path)
-    assert job.returncode == 75, said
-    assert "received SIGUSR1" in said
-    status = read_status(tmp_path)
-    assert (status.status, status.reason) == ("requeue", "SIGUSR1")
-    assert 0 < status.minibatch < STEPS
-    code, said = train(runs, "2-1", tmp_path, "--resume", "auto")
-    assert code == 0, said
-    assert f"minibatch {status.minibatch}" in said
-    assert_same_run(runs / "whole", tmp_path)
-    assert read_status(tmp_path).status == "done"
-
-
-def test_a_killed_rank_costs_what_came_after_the_checkpoint_and_no_more(runs, tmp_path):
-    job = start(3, arguments(runs, "2-1", tmp_path, "--resume", "auto"), env={PAUSE: "0.02"})
-    wait_for_loss(tmp_path, 12, job)
+def kill(job: subprocess.Popen, run_dir: Path) -> str:
     os.kill(rank_process(job, 2), signal.SIGKILL)
-    _, said = job.communicate(timeout=600)
-    assert job.returncode != 0
-    assert "rank 2 (stage 1, replica 0" in said
-    assert read_status(tmp_path).status == "running"
+    return job.communicate(timeout=600)[1]
+
+
+def test_a_run_interrupted_in_every_way_is_bitwise_the_whole_one(runs, tmp_path):
+    at = 0
+    interruptions = (
+        (signal_twice, PAUSE, "0.02"), (signal_during_a_checkpoint, SLOW_DISK, "3"),
+        (signal_while_ranks_wait, PAUSE, "0.02"), (kill, PAUSE, "0.02"),
+    )  # fmt: skip
+    for interrupt, slowed, seconds in interruptions:
+        job = start(3, arguments(runs, "2-1", tmp_path, "--resume", "auto"), env={slowed: seconds})
+        wait_for_losses_behind(tmp_path, at, job)
+        said = interrupt(job, tmp_path)
+        assert not at or f"minibatch {at}" in said
+        status = read_status(tmp_path)
+        if interrupt is kill:
+            assert job.returncode not in (0, 75), said
+            assert "rank 2 (stage 1, replica 0" in said
+            assert status.status == "running"
+        else:
+            assert job.returncode == 75, said
+            assert "received SIGUSR1" in said
+            assert (status.status, status.reason) == ("requeue", "SIGUSR1")
+            assert at < status.minibatch < STEPS
+            at = status.minibatch
     code, said = train(runs, "2-1", tmp_path, "--resume", "auto")
     assert code == 0, said
     assert "recovered the lock" in said
     assert_same_run(runs / "whole", tmp_path)
+    assert read_status(tmp_path).status == "done"
 
 
 def rank_process(job: subprocess.Popen, rank: int) -> int:
@@ -152,16 +152,16 @@ def test_another_plan_goes_on_training(runs, tmp_path):
     assert code == 0, said
     assert newest(tmp_path).manifest.minibatch == STEPS
     first = losses(tmp_path)[0]
-    assert (first[0], first[1]) == (1, int(older.name[-4:]) - 24)
+    assert (first[0], first[1]) == divmod(int(older.name[-4:]), 24)
 
 
 def test_the_plan_is_made_again_for_the_ranks_that_are_there(runs, tmp_path):
     job = start(2, arguments(runs, "2-1", tmp_path, "--resume", runs / "whole"))
-    _, said = job.communicate(timeout=300)
+    _, said = job.communicate(timeout=600)
     assert job.returncode == 2
     assert re.search("the plan is for 3 ranks, 2 were started", said)
     job = start(2, arguments(runs, "2-1", tmp_path, "--resume", runs / "whole", "--replan", "auto"))
-    _, said = job.communicate(timeout=300)
+    _, said = job.communicate(timeout=600)
     assert job.returncode == 0, said
     assert "planned again for 2 ranks" in said
     assert_same_state(newest(runs / "whole"), newest(tmp_path))

@@ -33,5 +33,5 @@ OF_EACH_MPI = {"openmpi": CASES, "mpich": (3, 4)}
 def test_equals_the_oracle(mpi: str, num_ranks: int) -> None:
     here = Path(__file__).parent
     script = [here / "mpi_oracle.py", json.dumps(CASES[num_ranks]), "cpu"]
-    done = mpirun(num_ranks, script, mpi, timeout=300)
+    done = mpirun(num_ranks, script, mpi)
     assert done.stdout.count("equal") == len(CASES[num_ranks])

@@ -52,7 +52,7 @@ def slurm():
 
 def call(slurm: Sandbox, place: Path, *command: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        list(map(str, command)), cwd=place, env=slurm.environment, capture_output=True, text=True, timeout=300
+        list(map(str, command)), cwd=place, env=slurm.environment, capture_output=True, text=True, timeout=600
     )
 
 

@@ -57,7 +57,7 @@ def test_the_wrong_launcher_is_found() -> None:
     arguments = command(2, ["-c", code], "mpich")
     arguments[arguments.index("-c") - 1] = sys.executable
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    job = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=300)
+    job = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=600)
     assert job.returncode != 0
     assert "the launcher started 2 processes (PMI_SIZE=2)" in job.stderr
     assert "Open MPI" in job.stderr

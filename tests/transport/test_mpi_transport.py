@@ -20,7 +20,7 @@ NAMES = re.findall(r"^@check\ndef (\w+)", SCRIPT.read_text(), re.MULTILINE)
 @functools.cache
 def results(mpi: str, num_ranks: int) -> dict[str, Any]:
     """Run all checks once, and return what each said."""
-    job = mpirun(num_ranks, [SCRIPT], mpi, timeout=300)
+    job = mpirun(num_ranks, [SCRIPT], mpi)
     lines = [json.loads(line) for line in job.stdout.splitlines() if line.startswith("{")]
     return {line["name"]: line for line in lines}
 
