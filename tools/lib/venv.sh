@@ -1,5 +1,9 @@
 # Virtual environments for tools/demo and tools/test; to be sourced, with $repo set.
 
+# Python compiles what is used when it is first used, not all 10,000 files of PyTorch at once.
+install=(-m pip install --quiet --disable-pip-version-check --no-compile)
+unset PYTHONDONTWRITEBYTECODE
+
 # say TEXT...: one line of progress.
 say() { printf '== %s\n' "$*"; }
 
@@ -47,7 +51,7 @@ wanted() { printf '%s %s' "$1" "$(cat "$repo/pyproject.toml" "$repo/constraints.
 
 # install_torch DIR: PyTorch without CUDA where there is such a build.
 install_torch() {
-    local pip=("$1/bin/python" -m pip install --quiet --disable-pip-version-check -c "$repo/constraints.txt")
+    local pip=("$1/bin/python" "${install[@]}" -c "$repo/constraints.txt")
     local version
     version=$(sed -n 's/^torch==//p' "$repo/constraints.txt")
     "${pip[@]}" "torch==$version+cpu" || {
@@ -65,7 +69,7 @@ make_venv() {
     say "installing into $(basename "$1") (PyTorch, MPI and the rest; a few minutes the first time)"
     new_venv "$1" || return 1
     quietly "$1/install.log" install_torch "$1" || return 1
-    quietly "$1/install.log" "$1/bin/python" -m pip install --quiet --disable-pip-version-check \
+    quietly "$1/install.log" "$1/bin/python" "${install[@]}" \
         -c "$repo/constraints.txt" -e "$repo[$2]" || return 1
     printf '%s' "$want" >"$1/.installed"
 }
@@ -77,7 +81,7 @@ make_mpich_venv() {
     fresh "$1" "$want" && return
     say "installing MPICH into $(basename "$1")"
     new_venv "$1" || return 1
-    quietly "$1/install.log" "$1/bin/python" -m pip install --quiet --disable-pip-version-check \
+    quietly "$1/install.log" "$1/bin/python" "${install[@]}" \
         -c "$repo/constraints.txt" mpi4py mpich || return 1
     "$1/bin/python" - "$("$2/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" <<'PY' || return 1
 import pathlib, sys, sysconfig
