@@ -199,12 +199,16 @@ def test_an_empty_rank_and_an_empty_program() -> None:
 
 
 def test_a_thousand_stages_in_seconds() -> None:
-    """1,024 ranks x 100 minibatches, with room for a slow and busy machine."""
+    """1,024 ranks x 100 minibatches, in a few times what Python needs to look at their instructions."""
     begin = time.process_time()
     program = generate(ScheduleChoice(), Topology.straight([1] * 1024), 100)
+    generated = time.process_time()
+    operands = sum(operand >= 0 for rows in program.rows for row in rows.tolist() for operand in row)
+    peer_s = time.process_time() - generated
     costs = Costs.uniform(program.topology, message_s=0.05)
     forwards = np.random.default_rng(0).uniform(0.8, 1.2, 1024)
     stages = tuple(replace(s, forward_s=f) for s, f in zip(costs.stages, forwards, strict=True))
     found = simulate(program, replace(costs, stages=stages))
     assert found.duration_s > 100 * 3
-    assert time.process_time() - begin < 12
+    assert operands > 1024 * 100
+    assert time.process_time() - begin < 25 * peer_s

@@ -71,11 +71,13 @@ def test_it_is_seen_while_the_main_thread_is_blocked_in_c():
 
 def test_a_forked_child_gets_its_signals_back():
     with StopRequest(["TERM"]) as stop:
+        ready, started = os.pipe()
         child = os.fork()
         if child == 0:
+            os.write(started, b"x")
             time.sleep(30)
             os._exit(0)
-        time.sleep(0.1)
+        os.read(ready, 1)
         os.kill(child, signal.SIGTERM)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
         assert stop.reason() == ""
