@@ -232,6 +232,7 @@ def main() -> None:
     launcher = _Launcher(os.getppid())
     os.write(1, b"r")
     if not _guard(ranks, templates, commands=0):
+        os.close(2)  # a launcher ends when its ranks' stderr does, which this process shares
         launcher.end()
 
 
