@@ -114,7 +114,7 @@ def command(
             with transport.heartbeat(run.runtime.silence_timeout_s):
                 position = keeper.start(resume, init)
                 shown.open(trainer.minibatches, position.total)
-                while position.epoch < trainer.epochs:
+                while not trainer.is_trained(position):
                     epoch = position.epoch
                     position = trainer.epoch(position, keeper.drained)
                     if run.train.evaluate_every and (epoch + 1) % run.train.evaluate_every == 0:

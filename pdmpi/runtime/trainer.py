@@ -152,6 +152,11 @@ class Trainer:
         steps = self.config.train.steps
         return self.config.train.epochs or -(-(steps or 0) // self.minibatches)
 
+    def is_trained(self, position: Position) -> bool:
+        """Whether nothing is left to train, wherever in an epoch that is for this plan."""
+        steps = self.config.train.steps
+        return position.epoch >= self.epochs or (steps is not None and position.total >= steps)
+
     def epoch(self, position: Position, after: Callable[[Position], None] = lambda _: None) -> Position:
         """Train the rest of an epoch from a position on.
 
