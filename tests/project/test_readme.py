@@ -60,7 +60,7 @@ def run(script: str, directory: Path) -> str:
     }  # fmt: skip
     done = subprocess.run(
         ["bash", "-xc", f"set -e\n{script}"], cwd=directory, env=environment, capture_output=True, text=True,
-        timeout=600,
+        timeout=1500,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
