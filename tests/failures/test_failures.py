@@ -38,6 +38,7 @@ def orderly(mpi: str) -> tuple[float, list[str]]:
     """Return the seconds that such a job takes on this machine now when nothing fails, and what it said."""
     begin = time.monotonic()
     job = mpirun(4, [SCRIPT, "nothing", "0", str(NEVER_S), str(NEVER_S)], mpi)
+    assert "running" in job.stdout, job.stderr
     return time.monotonic() - begin, said(job.stderr)
 
 
@@ -47,7 +48,7 @@ def test_an_orderly_end_is_silent(mpi: str) -> None:
 
 
 @each_mpi
-@pytest.mark.parametrize(("num_ranks", "culprit"), [(2, 0), (4, 3)])
+@pytest.mark.parametrize(("num_ranks", "culprit"), [(2, 0), (3, 1), (4, 3)])
 def test_a_killed_rank_is_named(mpi: str, num_ranks: int, culprit: int) -> None:
     code, lines = run("kill", mpi, num_ranks, culprit)
     assert code != 0

@@ -77,7 +77,7 @@ def traced_small(name: str) -> tuple[TracedModel, object]:
 
 
 @pytest.mark.parametrize("name", SMALL)
-@settings(max_examples=2, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_partitions_equal_the_whole(name: str, data: st.DataObject) -> None:
     traced, batch = traced_small(name)

@@ -211,20 +211,20 @@ def test_hostile_content_with_a_valid_seal(image, edit, message):
 
 
 def test_fuzzed_files_are_refused_without_a_crash_or_a_memory_blow_up(image):
-    """400 random edits, half of them sealed again so that the HDF5 library does parse them."""
+    """1,000 random edits, half of them sealed again so that the HDF5 library does parse them."""
     program = (
         "import random, resource, sys\n"
         f"sys.path[:0] = [{str(REPOSITORY / 'tests' / 'plan')!r}, {str(REPOSITORY)!r}]\n"
         "from test_plan_files import fuzz\n"
         "image = sys.stdin.buffer.read()\n"
-        "for seed in range(400):\n"
+        "for seed in range(1000):\n"
         "    fuzz(image, seed)\n"
         "    print(seed, flush=True)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], input=image, capture_output=True, timeout=300)
     lines = done.stdout.split()
     assert done.returncode == 0, (done.returncode, lines[-1:], done.stderr[-2000:])
-    assert len(lines) == 400
+    assert len(lines) == 1000
 
 
 def fuzz(image: bytes, seed: int) -> None:
