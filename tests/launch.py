@@ -16,7 +16,9 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["MPIS", "MPI_ENVIRONMENT", "PDMPI", "REPOSITORY", "command", "each_mpi", "mpirun", "start"]
+__all__ = [
+    "MPIS", "MPI_ENVIRONMENT", "PDMPI", "REPOSITORY", "command", "each_mpi", "mpirun", "of_each_mpi", "start",
+]  # fmt: skip
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -54,6 +56,16 @@ MPIS = tuple(
 
 each_mpi = pytest.mark.parametrize("mpi", MPIS)
 """Run a test under each MPI library (its argument ``mpi``)."""
+
+
+def of_each_mpi(openmpi: Sequence[tuple[object, ...]], mpich: Sequence[tuple[object, ...]]) -> list[object]:
+    """Return parameters of tests, ``mpi`` and more, where the libraries are tried with different values."""
+    return [
+        pytest.param(*mpi.values, *values, marks=mpi.marks)
+        for mpi, chosen in zip(MPIS, (openmpi, mpich), strict=True)
+        for values in chosen
+    ]
+
 
 MPI_ENVIRONMENT = {
     "openmpi": {

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from faults.fault_run import make_run, newest
-from launch import MPIS, PDMPI, REPOSITORY, each_mpi
+from launch import PDMPI, REPOSITORY, each_mpi, of_each_mpi
 
 from pdmpi.checkpoint.status import read_status
 from tools.lib.hosts import Lab
@@ -60,13 +60,7 @@ def test_a_link_that_is_not_the_plans_is_told(lab: Lab) -> None:
     assert "times faster than the plan's" in faster[0]
 
 
-@pytest.mark.parametrize(
-    ("mpi", "what"),
-    [
-        pytest.param(*mpi.values, what, marks=mpi.marks)
-        for mpi, what in zip(MPIS, ("cut", "freeze"), strict=True)
-    ],
-)
+@pytest.mark.parametrize(("mpi", "what"), of_each_mpi(openmpi=[("cut",)], mpich=[("freeze",)]))
 def test_a_slow_host_goes_on_and_a_lost_one_ends_the_job(lab: Lab, mpi: str, what: str) -> None:
     directory = lab.directory / what
     directory.mkdir()

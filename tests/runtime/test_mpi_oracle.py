@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from launch import MPIS, mpirun
+from launch import mpirun, of_each_mpi
 
 CASES = {
     1: [("conv", "pipedream", 1, [1], 12)],
@@ -19,17 +19,8 @@ CASES = {
 }  # fmt: skip
 
 
-OF_EACH_MPI = {"openmpi": CASES, "mpich": (3, 4)}
-"""Fewer under MPICH: what depends on the library is checked there at each number of ranks, without models."""
-
-
-@pytest.mark.parametrize(
-    ("mpi", "num_ranks"),
-    [
-        pytest.param(*mpi.values, num_ranks, marks=mpi.marks)
-        for mpi in MPIS for num_ranks in OF_EACH_MPI[str(mpi.values[0])]
-    ],
-)  # fmt: skip
+# Fewer under MPICH: what depends on the library is checked there at each number of ranks, without models.
+@pytest.mark.parametrize(("mpi", "num_ranks"), of_each_mpi([(n,) for n in CASES], mpich=[(3,), (4,)]))
 def test_equals_the_oracle(mpi: str, num_ranks: int) -> None:
     here = Path(__file__).parent
     script = [here / "mpi_oracle.py", json.dumps(CASES[num_ranks]), "cpu"]
