@@ -141,10 +141,10 @@ def a_silent_peer_is_named(transport: MpiTransport) -> None:
         with pytest.raises(RankFailure, match=r"peer rank 1: nothing for 0.2 s"):
             receive.wait()
     transport.progress.stall_timeout_s = usual
+    transport.broadcast(b"named")
     if transport.rank == 0:
         receive.wait()
     elif transport.rank == 1:
-        time.sleep(0.4)
         transport.post_send(np.empty(10, np.uint8), 0, 11, 0).wait()
     transport.barrier()
 

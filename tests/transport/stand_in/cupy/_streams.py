@@ -35,6 +35,10 @@ class Stream:
     def synchronize(self) -> None:
         self._calls.join()
 
+    @property
+    def done(self) -> bool:
+        return self._calls.unfinished_tasks == 0
+
 
 def external_stream(pointer: int) -> Stream:
     return _streams[pointer]
