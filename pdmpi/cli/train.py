@@ -7,6 +7,7 @@ import math
 import os
 import socket
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -21,9 +22,8 @@ from pdmpi.errors import InputError
 from pdmpi.plan.plan import Plan
 from pdmpi.plan.store import load_plan, plan_from_bytes, plan_to_bytes
 from pdmpi.runtime.evaluation import Score
-from pdmpi.runtime.limit import updates_jointly
 from pdmpi.runtime.report import MetricsFile, SegmentReport, StageLag
-from pdmpi.schedule.registry import program_of
+from pdmpi.schedule.check import CheckedProgram
 from pdmpi.simulate.costs import costs_of
 from pdmpi.simulate.engine import simulate
 from pdmpi.slurm.commands import end_time
@@ -121,7 +121,7 @@ def command(
                         trainer.evaluate(epoch)
                         keeper.drained(position)  # a pass may take long, and a signal come meanwhile
                 keeper.finish(position)
-            shown.close(as_json)
+            shown.close(trainer.program, as_json)
     transport.close()
 
 
@@ -230,8 +230,8 @@ class _Shown:
             line += f", training loss {trained.loss:.4f}, {trained.samples_per_s:.0f} samples/s"
         self.notice(line)
 
-    def close(self, as_json: bool) -> None:
-        """Print the result."""
+    def close(self, program: Callable[[int], CheckedProgram], as_json: bool) -> None:
+        """Print the result; ``program`` returns what was run, by its minibatches."""
         if not self._is_shown:
             return
         self._bar.__exit__(None, None, None)
@@ -241,7 +241,7 @@ class _Shown:
             return
         samples = sum(r.samples for r in self._reports)
         seconds = sum(r.duration_s for r in self._reports)
-        predicted = self._predicted_s()
+        predicted = self._predicted_s(program)
         data = {
             "schedule": self._plan.schedule.name,
             "num_ranks": self._plan.num_ranks,
@@ -275,14 +275,13 @@ class _Shown:
         rows = zip(*(r.ranks for r in self._reports), strict=True)
         return [(of[0].label, sum(r.compute_s for r in of), sum(r.wait_s for r in of)) for of in rows]
 
-    def _predicted_s(self) -> float:
+    def _predicted_s(self, program: Callable[[int], CheckedProgram]) -> float:
         costs = costs_of(self._plan)
         sizes: dict[int, float] = {}
         for report in self._reports:
             if report.minibatches not in sizes:
-                joint = updates_jointly(self._run, self._plan)
-                program = program_of(self._plan, report.minibatches, joint_updates=joint)
-                sizes[report.minibatches] = simulate(program, costs).duration_s
+                run = program(report.minibatches).program
+                sizes[report.minibatches] = simulate(run, costs).duration_s
         return sum(sizes[report.minibatches] for report in self._reports)
 
     def _tables(self, data: dict[str, object]) -> list[Table]:

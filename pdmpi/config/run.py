@@ -109,10 +109,11 @@ class TrainConfig(_Table):
 
     float16 has a dynamic loss scale, which all stages share, and so wants a schedule that flushes.
     """
-    batch_norm: Literal["microbatch", "minibatch"] = "microbatch"
+    batch_norm: Literal["microbatch", "minibatch", "synchronised"] = "microbatch"
     """What moves running statistics: each microbatch, or each update by its whole minibatch (as in GPipe).
 
-    Either way a microbatch is normalised by its own statistics.
+    Either way a microbatch is normalised by its own statistics.  ``synchronised`` normalises what the
+    replicas of a stage run at the same time together, as SyncBatchNorm does, in schedules that flush.
     """
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where ranks compute; ``auto`` takes a GPU for each rank where there are any."""

@@ -118,6 +118,12 @@ class TracedModel:
                     found += [name for name, buffer in named if storage_id(buffer) in node.writes]
         return found
 
+    def normalises(self, layer: str) -> bool:
+        """Whether a layer holds a batch normalisation that trains."""
+        held = [self.module.get_submodule(path) for path in self.state[layer].modules]
+        parts = [part for module in held for part in module.modules()]
+        return any(isinstance(part, _BatchNorm) and part.training for part in parts)
+
     def flatten(self, example: Any) -> dict[Ref, Tensor]:
         """Return the tensors of a batch's input as the values that the first stage takes."""
         refs = self._input_refs

@@ -87,7 +87,7 @@ def advise(
                 "Does BatchNorm see enough samples?",
                 f"{len(norms)} BatchNorm layers, microbatches of {profile.microbatch_size}",
                 "warning: statistics of fewer than eight samples are noisy; use larger microbatches, "
-                "SyncBatchNorm or GroupNorm"
+                'GroupNorm, or replicas with [train] batch_norm = "synchronised"'
                 if small
                 else "yes",
             )

@@ -152,14 +152,14 @@ class Executor:
         if self.program.groups[group].stage == ALL_STAGES:
             assert self._joint is not None
             self._joint.post()
-        else:
+        elif self.program.groups[group].sums_gradients:
             self._players[stage].arm_reduce()
 
     def _wait_reduce(self, stage: int, k: int, group: int, *_: int) -> None:
         if self.program.groups[group].stage == ALL_STAGES:
             assert self._joint is not None
             self._joint.wait()
-        else:
+        elif self.program.groups[group].sums_gradients:
             self._players[stage].wait_reduce()
 
     def _post_recv(self, stage: int, k: int, channel: int, peer: int, slot: int, *_: int) -> None:

@@ -17,6 +17,7 @@ from pdmpi.model.stage import StageModule
 from pdmpi.runtime.boundary import Boundary
 from pdmpi.runtime.feed import Batch, Feed
 from pdmpi.runtime.gradients import GradientReducer
+from pdmpi.runtime.joint_norm import JointNormalisation
 from pdmpi.runtime.limit import Limit, Verdict, squared_norm
 from pdmpi.runtime.run import StageRun
 from pdmpi.runtime.softening import Softening
@@ -64,6 +65,8 @@ class Player:
         Clips gradients and leaves updates out, and knows the loss scale; None does neither.
     statistics
         Moves running statistics once an update; None lets layers do so for each microbatch.
+    joint_norm
+        Lets batch normalisations sum over the stage's replicas; None leaves each to its own.
     """
 
     why_eager = ""
@@ -81,6 +84,7 @@ class Player:
         softening: Softening | None = None,
         limit: Limit | None = None,
         statistics: MinibatchStatistics | None = None,
+        joint_norm: JointNormalisation | None = None,
     ) -> None:
         self.module = module
         self.weights = weights
@@ -92,6 +96,7 @@ class Player:
         self._softening = softening
         self._limit = limit
         self._statistics = statistics
+        self._joint_norm = joint_norm
         self._loss_scale = None if limit is None else limit.loss_scale
         self._verdict: Verdict | None = None
         self._loss_gradient: Tensor | None = None
@@ -315,6 +320,8 @@ class Player:
             leaves = {ref: slots[inputs] for ref, slots in self._leaves.items()}
             if self._statistics is not None:
                 self._statistics.counts = not recompute
+            if self._joint_norm is not None:
+                self._joint_norm.begin(k, leaves=not keep and self.module.training, takes=recompute)
             outputs = self.module({**fed.inputs, **leaves}, self._first + k, recompute)
             loss = None if self._criterion is None else self._criterion(outputs, fed.target, k)
         return StageRun(leaves, outputs, loss)

@@ -26,7 +26,8 @@ from pdmpi.runtime.boundary import boundary_of
 from pdmpi.runtime.capture import CudaCapturer
 from pdmpi.runtime.gradients import GradientReducer
 from pdmpi.runtime.graphs import GraphedPlayer
-from pdmpi.runtime.limit import JointLimit, Limit, limit_of, limit_problems
+from pdmpi.runtime.joint_norm import JointNormalisation
+from pdmpi.runtime.limit import JointLimit, Limit, limit_of, limit_problems, updates_jointly
 from pdmpi.runtime.loss_scale import LossScale
 from pdmpi.runtime.mailbox import Mailbox
 from pdmpi.runtime.player import Player
@@ -35,12 +36,13 @@ from pdmpi.runtime.softening import Softening
 from pdmpi.runtime.statistics import MinibatchStatistics
 from pdmpi.runtime.weights import WeightRing
 from pdmpi.schedule.program import ALL_STAGES, Op, Program, Topology
+from pdmpi.schedule.registry import program_of
 from pdmpi.schedule.staleness import version_lag
 from pdmpi.transport.base import Transport
 
 __all__ = [
     "Datasets", "Rank", "build_rank", "check_fit", "label_of", "load_datasets", "quantum_of",
-    "recomputation_problems", "trace_run",
+    "recomputation_problems", "trace_run", "training_program",
 ]  # fmt: skip
 
 
@@ -147,6 +149,7 @@ def check_fit(config: RunConfig, plan: Plan, traced: TracedModel, num_ranks: int
             *_sharing_problems(plan),
             *_softening_problems(config),
             *limit_problems(config),
+            *_normalisation_problems(config),
             *check_optimizer(config.optimizer, names),
         ]
     )
@@ -208,6 +211,30 @@ def _softening_problems(config: RunConfig) -> list[str]:
     return problems
 
 
+def _normalisation_problems(config: RunConfig) -> list[str]:
+    """Return why replicas cannot normalise together."""
+    name = config.schedule.name
+    if config.train.batch_norm != "synchronised" or name not in SCHEDULES:
+        return []
+    if SCHEDULES[name].flushes and not name.startswith("zb-"):
+        return []
+    return [
+        f'[train] batch_norm = "synchronised", but schedule {name!r} '
+        + ("runs its backward in two parts" if SCHEDULES[name].flushes else "does not flush")
+        + '; set it to "microbatch", or take 1f1b, gpipe or data-parallel'
+    ]
+
+
+def training_program(config: RunConfig, plan: Plan, traced: TracedModel, num_minibatches: int) -> Program:
+    """Return the program that trains so many minibatches of a run."""
+    joint: list[int] = []
+    if config.train.batch_norm == "synchronised":
+        joint = [s for s, stage in enumerate(plan.stages) if any(map(traced.normalises, stage.layers))]
+    return program_of(
+        plan, num_minibatches, joint_updates=updates_jointly(config, plan), joint_statistics=joint
+    )
+
+
 def load_datasets(config: RunConfig) -> Datasets:
     """Return the training set and, if the factory has one, the test set."""
     factory = load_factory(config.data.factory)
@@ -256,7 +283,8 @@ def build_rank(
         pair: {ref: replace(graph.spec(ref), requires_grad=graph.returns_gradient(ref)) for ref in refs}
         for pair, refs in graph.crossing([s.layers for s in plan.stages]).items()
     }
-    groups = [group.ranks for group in training.groups]
+    groups = list(dict.fromkeys(group.ranks for group in training.groups))
+    normalised = {group.stage for group in training.groups if group.statistics}
     transport.prepare(groups, sorted({config.train.dtype, "float64"}) if groups else [])
     programs = [training, *others]
     last = len(plan.stages) - 1
@@ -301,6 +329,9 @@ def build_rank(
                 MinibatchStatistics(module, transport, ranks, allocate)
                 if config.train.batch_norm == "minibatch"
                 else None
+            ),
+            joint_norm=(
+                JointNormalisation(module, transport, ranks, allocate) if stage in normalised else None
             ),
         )
     return Rank(

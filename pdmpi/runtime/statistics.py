@@ -12,6 +12,8 @@ By minibatch (`MinibatchStatistics`): each update moves them once, by the mean a
 over all its microbatches on all replicas, as in one process that normalises the whole minibatch
 (Huang et al., GPipe, NeurIPS 2019, section 2.2: "we track the moving average of the sufficient
 statistics over the entire mini-batch to be used during evaluation").
+
+What replicas run at the same time can be normalised together: `pdmpi.runtime.joint_norm`.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from pdmpi.runtime.slots import Allocate
 from pdmpi.transport.base import Transport
 
-__all__ = ["MinibatchStatistics", "average_statistics", "running_statistics"]
+__all__ = ["MinibatchStatistics", "average_statistics", "move", "running_statistics", "sums_of"]
 
 
 class MinibatchStatistics:
@@ -72,30 +74,33 @@ class MinibatchStatistics:
 
     def commit(self) -> None:
         """Move the running statistics by those of the update's microbatches, and start anew."""
-        with torch.no_grad():
-            for layer, sums in zip(self._layers, self._sums, strict=True):
-                _move(layer, sums)
+        for layer, sums in zip(self._layers, self._sums, strict=True):
+            move(layer, sums)
         self._flat.zero_()
 
     def _counter(self, sums: Tensor) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        """Return what adds count, sum and sum of squares of a layer's input, by channel."""
+        """Return what adds `sums_of` a layer's input."""
 
         def count(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
             if not (layer.training and self.counts):
                 return
-            values = inputs[0].detach()
-            exact = values if values.dtype in (torch.float32, torch.float64) else values.float()
-            number = values.numel() // values.shape[1]
-            variance, mean = torch.var_mean(exact, [i for i in range(exact.dim()) if i != 1], correction=0)
-            mean, variance = mean.double(), variance.double()
-            sums[0] += number
-            sums[1 : 1 + mean.numel()] += number * mean
-            sums[1 + mean.numel() :] += number * (variance + mean * mean)
+            sums.add_(sums_of(inputs[0].detach()))
 
         return count
 
 
-def _move(layer: _BatchNorm, sums: Tensor) -> None:
+def sums_of(values: Tensor) -> Tensor:
+    """Return count, sum and sum of squares of a layer's input, by channel, in float64: shape (1 + 2 C)."""
+    exact = values if values.dtype in (torch.float32, torch.float64) else values.float()
+    number = values.numel() // values.shape[1]
+    variance, mean = torch.var_mean(exact, [i for i in range(exact.dim()) if i != 1], correction=0)
+    mean, variance = mean.double(), variance.double()
+    return torch.cat([mean.new_full((1,), number), number * mean, number * (variance + mean * mean)])
+
+
+@torch.no_grad()
+def move(layer: _BatchNorm, sums: Tensor) -> None:
+    """Move a layer's running statistics once, by `sums_of` all that was normalised."""
     assert layer.running_mean is not None
     assert layer.running_var is not None
     assert layer.num_batches_tracked is not None

@@ -22,7 +22,7 @@ from pdmpi.runtime.clock import DeviceClock
 from pdmpi.runtime.evaluation import Score, Scorer, score_problems
 from pdmpi.runtime.executor import Executor
 from pdmpi.runtime.feed import Feed, epoch_order, feed, padded_order
-from pdmpi.runtime.limit import limit_notes, updates_jointly
+from pdmpi.runtime.limit import limit_notes
 from pdmpi.runtime.player import Criterion
 from pdmpi.runtime.recorder import Recorder
 from pdmpi.runtime.report import Listener, RankReport, SegmentReport
@@ -35,12 +35,12 @@ from pdmpi.runtime.setup import (
     quantum_of,
     recomputation_problems,
     trace_run,
+    training_program,
 )
 from pdmpi.runtime.statistics import average_statistics
 from pdmpi.schedule.check import CheckedProgram, check
 from pdmpi.schedule.evaluation import evaluation
 from pdmpi.schedule.program import Op
-from pdmpi.schedule.registry import program_of
 from pdmpi.schedule.topology import topology_of
 from pdmpi.simulate.timeline import Timeline
 from pdmpi.transport.base import Transport
@@ -125,7 +125,7 @@ class Trainer:
         self._told: set[str] = set()
         self._size = microbatch_size(config)
         self._topology = topology_of(plan)
-        traced = trace_run(config, datasets.train)
+        traced = self._traced = trace_run(config, datasets.train)
         check_fit(config, plan, traced, transport.size)
         if datasets.test is not None:
             InputError.collect(score_problems(traced, len(datasets.test), self._size))  # type: ignore[arg-type]
@@ -139,12 +139,18 @@ class Trainer:
         self._test = self._test_program()
         sizes = sorted(set(segments(self.minibatches, config.checkpoint.every_minibatches, self._quantum)))
         for size in sizes:
-            self._programs[size] = self._program(size)
+            self.program(size)
         programs = [self._programs[size].program for size in reversed(sizes)]
         InputError.collect(recomputation_problems(plan, traced, programs[0]))
         others = [*programs[1:], *([self._test.program] if self._test else [])]
         self.rank: Rank = build_rank(config, plan, traced, programs[0], others, transport, device)
         self._loss: Callable[[Any, Any], Tensor] = load_factory(config.loss.factory)(**config.loss.args)
+
+    def program(self, size: int) -> CheckedProgram:
+        """Return the program that trains so many minibatches."""
+        if size not in self._programs:
+            self._programs[size] = check(training_program(self.config, self.plan, self._traced, size))
+        return self._programs[size]
 
     @property
     def epochs(self) -> int:
@@ -211,9 +217,7 @@ class Trainer:
         return Timeline(executor.program, tuple(h[0] for h in halves), tuple(h[1] for h in halves))
 
     def _train(self, order: NDArray[np.int64], position: Position, size: int) -> None:
-        if size not in self._programs:
-            self._programs[size] = self._program(size)
-        checked = self._programs[size]
+        checked = self.program(size)
         samples = size * self.config.train.minibatch_size
         start = position.minibatch * self.config.train.minibatch_size
         loss, unflatten = self._loss, self.rank.traced.unflatten
@@ -361,9 +365,6 @@ class Trainer:
                 "others in each epoch"
             )
         return whole
-
-    def _program(self, size: int) -> CheckedProgram:
-        return check(program_of(self.plan, size, joint_updates=updates_jointly(self.config, self.plan)))
 
     def _test_program(self) -> CheckedProgram | None:
         if self._datasets.test is None:

@@ -14,6 +14,7 @@ from pdmpi.schedule.checks.lifetimes import check_lifetimes
 from pdmpi.schedule.checks.part import parts
 from pdmpi.schedule.checks.progress import check_deadlock, check_order, check_reduction_order
 from pdmpi.schedule.checks.shape import check_counts, check_shape
+from pdmpi.schedule.checks.together import check_meetings
 from pdmpi.schedule.checks.versions import check_joint_updates, check_updates, check_versions
 from pdmpi.schedule.program import Program
 from pdmpi.schedule.text import marked_grid
@@ -92,6 +93,7 @@ def violations(program: Program) -> list[Violation]:
         for check_part in _PART_CHECKS:
             found += check_part(part)
     found += check_joint_updates(program)
+    found += check_meetings(program)
     found += check_order(program)
     found += check_reduction_order(program)
     found += check_deadlock(program)

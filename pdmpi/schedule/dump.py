@@ -21,7 +21,7 @@ from pdmpi.schedule.program import (
 
 __all__ = ["dump", "parse"]
 
-_TITLE = "pdmpi program 1"
+_TITLE = "pdmpi program 2"
 
 
 def dump(program: Program) -> str:
@@ -51,7 +51,7 @@ def _lines(program: Program) -> Iterator[str]:
         source, target = channel.source_stage, channel.target_stage
         yield f"channel kind={channel.kind.name} source={source} target={target}"
     for group in program.groups:
-        yield f"group stage={group.stage} ranks={_joined(group.ranks)}"
+        yield f"group stage={group.stage} ranks={_joined(group.ranks)} statistics={int(group.statistics)}"
     for rank in range(len(program.rows)):
         yield f"rank {rank}"
         yield from (f"  {instruction}" for instruction in program.instructions(rank))
@@ -130,7 +130,8 @@ class _Reader:
             source, target = int(values["source"]), int(values["target"])
             self._channels.append(Channel(Kind[values["kind"]], source, target))
         elif word == "group":
-            self._groups.append(Group(int(values["stage"]), _split(values["ranks"])))
+            statistics = bool(int(values["statistics"]))
+            self._groups.append(Group(int(values["stage"]), _split(values["ranks"]), statistics))
         else:
             raise ValueError(f"{word!r} begins no line of a program")
 

@@ -22,13 +22,14 @@ class Place(IntEnum):
     RECOMPUTE = 1
     RECEIVED = 2
     POST_REDUCE = 3
-    COMPUTE = 4
-    GRADIENT_SENT = 5
-    SEND = 6
-    RECEIVE = 7
-    REDUCED = 8
-    JOINED = 9
-    UPDATE = 10
+    TOGETHER = 4
+    COMPUTE = 5
+    GRADIENT_SENT = 6
+    SEND = 7
+    RECEIVE = 8
+    REDUCED = 9
+    JOINED = 10
+    UPDATE = 11
 
 
 class Listing:

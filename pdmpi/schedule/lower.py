@@ -3,6 +3,7 @@
 Each instruction gets a place beside a computation (`Place`), and the places are sorted::
 
     wait for the activation's send | recompute | wait for receives | post the reduction
+    wait for the other replicas, where they normalise together
     computation
     wait for the last gradient's send | post sends | post receives into freed slots
     wait for the reduction | sum over all stages | update
@@ -43,6 +44,7 @@ def lower(
     recompute_stages: Collection[int] = (),
     *,
     joint_updates: bool = False,
+    joint_statistics: Collection[int] = (),
 ) -> Program:
     """Return the program that runs an order.
 
@@ -59,6 +61,8 @@ def lower(
     joint_updates
         Whether every update waits for a sum over all ranks, which each rank joins when the
         gradients of all its stages are final.  Only for orders that flush.
+    joint_statistics
+        Stages whose replicas, if there are several, run each forward and backward together.
     """
     topology = order.topology
     links = tuple(Link(i, channel) for i, channel in enumerate(channels_of(topology)))
@@ -68,6 +72,9 @@ def lower(
     if joint_updates:
         assert len(set(order.microbatches_per_update)) == 1, "stages that update together update alike"
         sums += (Group(ALL_STAGES, tuple(range(topology.num_ranks))),)
+    together = [s for s in sorted(joint_statistics) if len(topology.ranks[s]) > 1]
+    meetings = {s: index for index, s in enumerate(together, start=len(sums))}
+    sums += tuple(Group(s, topology.ranks[s], statistics=True) for s in together)
     slots = [SlotCounts(weights=0)] * topology.num_stages
     rows = []
     for acts in order.actions:
@@ -79,6 +86,8 @@ def lower(
         final = np.max([lane.window_end for lane in lanes], axis=0) if joint_updates else None
         for lane in lanes:
             _write(lane, topology, groups.get(lane.stage, NO_SLOT), final, listing)
+            if lane.stage in meetings:
+                _write_meetings(lane, meetings[lane.stage], len(topology.ranks[lane.stage]), listing)
             slots[lane.stage] = _most(slots[lane.stage], lane.slots)
         if final is not None:
             _write_joint_sum(lanes[0], final, len(reduced), listing)
@@ -176,6 +185,14 @@ def _write_joint_sum(lane: Lane, final: Positions, group: int, listing: Listing)
     """Write the sums over all stages, each where the gradients of all the rank's stages are final."""
     for op in (Op.POST_REDUCE, Op.WAIT_REDUCE):
         listing.add(final, Place.JOINED, op, lane.stage, lane.window_last, group)
+
+
+def _write_meetings(lane: Lane, group: int, replicas: int, listing: Listing) -> None:
+    """Let the replicas wait for each other before the forwards and backwards of each turn."""
+    last_of_turn = lane.microbatch - lane.microbatch % replicas + replicas - 1
+    for at in (lane.forward, lane.backward):
+        for op in (Op.POST_REDUCE, Op.WAIT_REDUCE):
+            listing.add(at, Place.TOGETHER, op, lane.stage, last_of_turn, group)
 
 
 def _write_updates(lane: Lane, group: int, updated: Positions, listing: Listing) -> None:

@@ -60,10 +60,14 @@ class Op(IntEnum):
     POST_REDUCE = 9
     """Let gradients be summed over a group as they become final in the backward that follows.
 
-    Over all stages it is the gradients' squared norms that are summed, at once.
+    Over all stages it is the gradients' squared norms that are summed, at once.  In a group
+    that sums statistics the replicas only tell that they are here.
     """
     WAIT_REDUCE = 10
-    """Wait until all that the group sums is summed."""
+    """Wait until all that the group sums is summed; where it sums statistics, until all are here.
+
+    The computation that follows sums them itself, layer by layer.
+    """
     UPDATE = 11
     """One optimizer step: read one weight slot, write the next, clear the gradients."""
 
@@ -90,8 +94,8 @@ ring of weight versions.  ``input`` and ``output``
 are slots for boundary activations (all channels of the stage together), ``grad_in`` is
 the slot for gradients that arrive from later stages, ``grad_out`` for those sent to
 earlier ones, ``saved`` for what autograd keeps.  Stages that receive nothing have input
-slots too, for what they are fed.  The microbatch of an ``UPDATE``, and of the reduction
-before it, is the last one that it includes, over all replicas.
+slots too, for what they are fed.  The microbatch of an ``UPDATE``, and of every reduction,
+is the last one that it includes, over all replicas.
 """
 
 NUM_COLUMNS = 3 + max(len(names) for names in OPERANDS.values())
@@ -124,11 +128,18 @@ class Group:
     """Ranks that sum gradients: the replicas of a stage.
 
     The group of `ALL_STAGES` holds every rank: what they sum before a joint update is the
-    squared norm of each stage's gradients.
+    squared norm of each stage's gradients.  In a group of ``statistics`` the replicas of a stage
+    run each forward and each backward together, as batch normalisation over all of them needs.
     """
 
     stage: int
     ranks: tuple[int, ...]
+    statistics: bool = False
+
+    @property
+    def sums_gradients(self) -> bool:
+        """Whether it is gradients that the group sums."""
+        return self.stage != ALL_STAGES and not self.statistics
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,6 +53,7 @@ def generate(
     recompute_stages: Collection[int] = (),
     *,
     joint_updates: bool = False,
+    joint_statistics: Collection[int] = (),
 ) -> Program:
     """Return the program of a schedule.
 
@@ -68,6 +69,8 @@ def generate(
         Stages that recompute their activations even where ``choice.recompute`` keeps them.
     joint_updates
         Whether every update waits for a sum over all stages (of gradient norms); only where all flush.
+    joint_statistics
+        Stages whose replicas run each forward and backward together (batch normalisation over them).
 
     Raises
     ------
@@ -80,10 +83,18 @@ def generate(
         known = nearest(choice.recompute, get_args(Recompute))
         raise InputError(f"schedule.recompute = {choice.recompute!r} is unknown{known}")
     order = SCHEDULES[choice.name](choice, topology, num_minibatches)
-    return lower(order, cast(Recompute, choice.recompute), recompute_stages, joint_updates=joint_updates)
+    return lower(
+        order, cast(Recompute, choice.recompute), recompute_stages,
+        joint_updates=joint_updates, joint_statistics=joint_statistics,
+    )  # fmt: skip
 
 
-def program_of(plan: Plan, num_minibatches: int, *, joint_updates: bool = False) -> Program:
+def program_of(
+    plan: Plan, num_minibatches: int, *, joint_updates: bool = False, joint_statistics: Collection[int] = ()
+) -> Program:
     """Return the program of a plan: its schedule, its topology, its stages' recomputation."""
     recompute = [s for s, stage in enumerate(plan.stages) if stage.recompute]
-    return generate(plan.schedule, topology_of(plan), num_minibatches, recompute, joint_updates=joint_updates)
+    return generate(
+        plan.schedule, topology_of(plan), num_minibatches, recompute,
+        joint_updates=joint_updates, joint_statistics=joint_statistics,
+    )  # fmt: skip

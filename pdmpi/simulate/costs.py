@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pdmpi.plan.cluster import Cluster, Level
 from pdmpi.plan.plan import Plan, StagePlan
 from pdmpi.plan.profile import Profile
-from pdmpi.schedule.program import ALL_STAGES, Channel, Kind, Op, Topology
+from pdmpi.schedule.program import ALL_STAGES, Channel, Group, Kind, Op, Topology
 from pdmpi.simulate.network import Network
 
 __all__ = ["BUCKET_BYTES", "Costs", "StageCost", "costs_of"]
@@ -119,11 +119,16 @@ class Costs:
         """Return the seconds that an instruction keeps its rank's device busy."""
         return self.stages[stage].seconds(op) / self.speeds[rank]
 
-    def summed(self, stage: int) -> tuple[int, int]:
-        """Return the bytes that a group sums, and in how many buckets."""
-        if stage == ALL_STAGES:
+    def summed(self, group: Group) -> tuple[int, int]:
+        """Return the bytes that a group sums, and in how many buckets.
+
+        Statistics are a few numbers a layer: they cost one message, and the wait for the others.
+        """
+        if group.statistics:
+            return 0, 1
+        if group.stage == ALL_STAGES:
             return _NORM_BYTES * len(self.stages), 1
-        return self.stages[stage].gradient_bytes, self.buckets(stage)
+        return self.stages[group.stage].gradient_bytes, self.buckets(group.stage)
 
     def buckets(self, stage: int) -> int:
         """Return in how many buckets the gradients of a stage are summed."""

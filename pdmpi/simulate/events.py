@@ -144,7 +144,7 @@ class _Prices:
                 self.links[numbers.start : numbers.stop] = [index[link] for link in taken]
                 self.contended[numbers.start : numbers.stop] = any(users[link] > 1 for link in taken)
         for group, numbers in zip(program.groups, events.reductions, strict=True):
-            nbytes, buckets = costs.summed(group.stage)
+            nbytes, buckets = costs.summed(group)
             whole = costs.network.allreduce_s(group.ranks, nbytes)
             self.num_posts[numbers.start : numbers.stop] = len(group.ranks)
             self.seconds[numbers.start : numbers.stop : 2] = whole

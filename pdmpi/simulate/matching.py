@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from pdmpi.errors import PdmpiError
 from pdmpi.schedule.matching import Stream, streams
-from pdmpi.schedule.program import ALL_STAGES, Instruction, Op, Program, Rows
+from pdmpi.schedule.program import Instruction, Op, Program, Rows
 
 __all__ = ["ALWAYS", "NEVER", "NUM_CONSTANT_EVENTS", "Events", "Ints", "Mentions", "match"]
 
@@ -90,7 +90,7 @@ def match(program: Program) -> Events:
         numbers = range(first, first + 2 * _number_reductions(program.rows, group, first, event))
         reductions.append(numbers)
         first = numbers.stop
-    overlaps = np.array([group.stage != ALL_STAGES for group in program.groups], bool)
+    overlaps = np.array([group.sums_gradients for group in program.groups], bool)
     mentions = [_mentions(rows, numbers, overlaps) for rows, numbers in zip(program.rows, event, strict=True)]
     return Events(tuple(mentions), messages, tuple(reductions), first)
 

@@ -187,7 +187,7 @@ def memory_of(program: Program, rank: int, costs: Costs) -> dict[str, int]:
         ("weights", "gradients", "optimizer_state", "buffers", "saved", "slots", "workspace"), 0
     )
     parts["saved"] = int(_saved(rows, costs).max(initial=0))
-    grouped = {group.stage for group in program.groups if rank in group.ranks and len(group.ranks) > 1}
+    grouped = {group.stage for group in program.groups if rank in group.ranks and group.sums_gradients}
     for s, own in enumerate(program.topology.ranks):
         if rank not in own:
             continue

@@ -27,7 +27,7 @@ pytestmark = [
 )
 def test_equals_the_oracle(model: str, graphs: bool) -> None:
     """Models that draw random numbers run eagerly, the others by CUDA graphs (but for split backwards)."""
-    cases = [(model, *schedule) for schedule in SCHEDULES]
+    cases = [(model, *schedule, {}) for schedule in SCHEDULES]
     done = mpirun(
         2, [RUNTIME / "mpi_oracle.py", json.dumps(cases), "cuda"],
         env={"OMPI_MCA_pml": "ucx"}, timeout=240,

@@ -153,8 +153,8 @@ def traced(config: RunConfig, dataset: Any = None) -> TracedModel:
     )
 
 
-def serialise_forwards(monkeypatch: Any) -> None:
-    """Let ranks that are threads build and run their stages one at a time."""
+def serialise_forwards(monkeypatch: Any, forwards: bool = True) -> None:
+    """Let ranks that are threads build and run their stages one at a time; or only build them."""
 
     def serial(function: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -163,7 +163,8 @@ def serialise_forwards(monkeypatch: Any) -> None:
 
         return call
 
-    monkeypatch.setattr(StageModule, "forward", serial(StageModule.forward))
+    if forwards:
+        monkeypatch.setattr(StageModule, "forward", serial(StageModule.forward))
     monkeypatch.setattr(setup, "build_stage", serial(setup.build_stage))
     plain_feed = trainer.feed
     monkeypatch.setattr(trainer, "feed", lambda *args, **kwargs: serial(plain_feed(*args, **kwargs)))

@@ -145,6 +145,16 @@ class Machine:
     def weights(self, rank: int, i: Instruction) -> None:
         self.expect((rank, f"weights{i.stage}", i["weights"]), i["version"], i)
 
+    def together(self, rank: int, i: Instruction) -> None:
+        """Where replicas sum statistics: all have met, and run the same turn of the same computation."""
+        ranks = self.program.topology.ranks[i.stage]
+        if not any(group.statistics and group.stage == i.stage for group in self.program.groups):
+            return
+        number, self.memory[rank, f"met{i.stage}"] = self.memory[rank, f"met{i.stage}"], EMPTY
+        turn = self.memory.setdefault(("turn", i.stage, number), (i.op, i.microbatch // len(ranks)))
+        if number == EMPTY or turn != (i.op, i.microbatch // len(ranks)):
+            raise Wrong(f"{i}: meeting {number} was for {turn}")
+
     def inputs(self, rank: int, i: Instruction) -> None:
         for c in self.channels(i.stage, Kind.ACTIVATION, True):
             source = self.program.channels[c].source_stage
@@ -154,6 +164,7 @@ class Machine:
         if rank != self.program.topology.rank(i.stage, i.microbatch):
             raise Wrong(f"{i} on rank {rank}")
         self.counts["F", i.stage, i.microbatch] += 1
+        self.together(rank, i)
         self.weights(rank, i)
         self.inputs(rank, i)
         if self.channels(i.stage, Kind.ACTIVATION, False):
@@ -182,6 +193,7 @@ class Machine:
 
     def backward_input(self, rank: int, i: Instruction) -> None:
         self.take(rank, i)
+        self.together(rank, i)
         self.counts["B", i.stage, i.microbatch] += 1
         for c in self.channels(i.stage, Kind.GRADIENT, True):
             source = self.program.channels[c].source_stage
@@ -213,6 +225,10 @@ class Machine:
         arrived.add(rank)
         if len(arrived) < len(group.ranks):
             return False
+        if group.statistics:
+            self.counts["reduced", rank, i["group"]] += 1
+            self.memory[rank, f"met{i.stage}"] = number
+            return True
         if group.stage == ALL_STAGES:
             return self.joined(rank, i, number)
         if ("sum", i["group"], number) not in self.memory:

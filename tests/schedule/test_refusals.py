@@ -81,12 +81,12 @@ def test_every_schedule_takes_one_rank_but_the_v():
 @pytest.mark.parametrize(("text", "message"), [
     ("", "no text of a program"),
     ("something", "line 1 of the program, 'something': a program starts with"),
-    ("pdmpi program 1\nnonsense a=1", "line 2 .* 'nonsense' begins no line"),
-    ("pdmpi program 1\nrank 1", "rank 0 is due"),
-    ("pdmpi program 1\nrank 0\n  FORWARD s0 k0", "FORWARD takes version, weights"),
-    ("pdmpi program 1\nrank 0\n  FLY s0 k0", "'FLY'"),
-    ("pdmpi program 1\nstage ranks=0 per_update=1", "'weights'"),
-    ("pdmpi program 1\nedge source=0 target=x gradient=1", "invalid literal"),
+    ("pdmpi program 2\nnonsense a=1", "line 2 .* 'nonsense' begins no line"),
+    ("pdmpi program 2\nrank 1", "rank 0 is due"),
+    ("pdmpi program 2\nrank 0\n  FORWARD s0 k0", "FORWARD takes version, weights"),
+    ("pdmpi program 2\nrank 0\n  FLY s0 k0", "'FLY'"),
+    ("pdmpi program 2\nstage ranks=0 per_update=1", "'weights'"),
+    ("pdmpi program 2\nedge source=0 target=x gradient=1", "invalid literal"),
 ])  # fmt: skip
 def test_text_that_is_no_program_names_its_line(text, message):
     with pytest.raises(InputError, match=message):

@@ -67,7 +67,10 @@ class NaiveSimulation:
             return None if done is None else max(now, done)
         if row.op == Op.POST_REDUCE:
             number = sum(r.op == Op.POST_REDUCE and r["group"] == row["group"] for r in self._past(rank))
-            self.armed[rank].setdefault(row.stage, []).append(row["group"] * 1000 + number)
+            if self.program.groups[row["group"]].statistics:
+                self.reduced.setdefault((row["group"], number), {})[rank] = (now, now)
+            else:
+                self.armed[rank].setdefault(row.stage, []).append(row["group"] * 1000 + number)
             return now
         if row.op == Op.WAIT_REDUCE:
             number = sum(r.op == Op.WAIT_REDUCE and r["group"] == row["group"] for r in self._past(rank))
@@ -89,6 +92,9 @@ class NaiveSimulation:
         if len(times) < len(ranks):
             return None
         stage = self.program.groups[group].stage
+        if self.program.groups[group].statistics:
+            alone = Fraction(self.costs.network.allreduce_s(ranks, 0))
+            return max(now, max(t for t, _ in times.values()) + alone)
         whole = Fraction(self.costs.network.allreduce_s(ranks, self.costs.stages[stage].gradient_bytes))
         first = max(t for t, _ in times.values()) + whole
         last = max(t for _, t in times.values()) + whole / self.costs.buckets(stage)

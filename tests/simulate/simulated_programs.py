@@ -80,9 +80,11 @@ def programs(draw: st.DrawFn) -> Program:
         microbatches = whole + topology.round * draw(st.integers(0, 3))
         choice = ScheduleChoice(name=name, microbatches=microbatches)
         minibatches = draw(st.integers(1, 2))
+    together: set[int] = set()
     if name in ("gpipe", "1f1b"):
         choice = replace(choice, recompute=draw(st.sampled_from(["never", "except-last", "always"])))
-    return generate(choice, topology, minibatches)
+        together = draw(st.sets(st.integers(0, topology.num_stages - 1)))
+    return generate(choice, topology, minibatches, joint_statistics=together)
 
 
 @st.composite

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 
@@ -100,8 +101,15 @@ def _declarations(program: Program) -> Iterator[Violation]:
     for index, group in enumerate(program.groups):
         if not -1 <= group.stage < num_stages or group.ranks != _members(topology, group.stage):
             yield wrong(f"group {index} is neither the replicas of a stage nor all ranks")
-    if sum(group.stage == ALL_STAGES for group in program.groups) > 1:
-        yield wrong("several groups of all stages")
+        if group.statistics and len(group.ranks) == 1:
+            yield wrong(f"group {index} sums the statistics of one replica")
+    for one, count in Counter((group.stage, group.statistics) for group in program.groups).items():
+        if count > 1:
+            yield wrong(
+                "several groups of all stages"
+                if one[0] == ALL_STAGES
+                else f"stage {one[0]} has several groups"
+            )
     for rank, rows in enumerate(program.rows):
         if rows.ndim != 2 or rows.shape[1] != NUM_COLUMNS or rows.dtype.kind != "i":
             yield wrong(f"rank {rank}: rows of shape {rows.shape} and type {rows.dtype}")

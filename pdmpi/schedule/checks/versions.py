@@ -91,8 +91,8 @@ def check_updates(part: Part) -> Iterator[Violation]:
 
 def _over_replicas(part: Part, op: Op) -> Indices:
     at = part.at(op)
-    stage = np.array([group.stage for group in part.program.groups], np.int64)
-    found: Indices = at[stage[part.rows[at, 3]] != ALL_STAGES] if len(at) else at
+    gradients = np.array([group.sums_gradients for group in part.program.groups], bool)
+    found: Indices = at[gradients[part.rows[at, 3]]] if len(at) else at
     return found
 
 

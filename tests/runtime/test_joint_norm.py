@@ -1,0 +1,133 @@
+"""Batch normalisation over replicas: what one process has that runs their microbatches as one."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from harness import assert_same, make_plan, run_config, serialise_forwards, traced, train_local
+from torch import Tensor, nn
+
+from pdmpi.config.run import RunConfig
+from pdmpi.errors import InputError
+from pdmpi.model.build import build_stage, load_factory
+from pdmpi.model.optimizer import make_optimizer
+from pdmpi.plan.plan import Plan
+from pdmpi.runtime.feed import epoch_order
+from pdmpi.runtime.joint_norm import JointNormalisation
+from pdmpi.runtime.slots import host_memory
+from pdmpi.transport.base import Transport
+from pdmpi.transport.local import LocalWorld
+
+PARTS, SIZE, UPDATES = 4, 12, 4
+
+
+@pytest.fixture(autouse=True)
+def _built_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    serialise_forwards(monkeypatch, forwards=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(12, 5), (12, 5, 3), (12, 5, 4, 4), (12, 5, 2, 3, 2)], ids=str)
+def test_one_layer(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Three replicas hold the thirds of a batch: outputs, gradients and statistics are the batch's."""
+    kinds = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
+    torch.manual_seed(0)
+    whole = kinds[len(shape)](5, affine=len(shape) != 3, momentum=None if len(shape) == 2 else 0.1)
+    whole = whole.to(torch.float64 if dtype == torch.float64 else torch.float32)
+    for parameter in whole.parameters():
+        nn.init.normal_(parameter)
+    batch = (torch.randn(shape, dtype=torch.float64) * 3 + 7).to(dtype)
+    weights = torch.randn(shape, dtype=torch.float64).to(dtype)
+    layers = [copy.deepcopy(whole) for _ in range(3)]
+
+    def replica(transport: Transport) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+        transport.prepare([range(3)], ["float64"])
+        layer = layers[transport.rank]
+        joint = JointNormalisation(layer, transport, [0, 1, 2], host_memory)
+        mine = batch.chunk(3)[transport.rank].clone().requires_grad_()
+        joint.begin(0, leaves=True, takes=False)
+        with torch.no_grad():
+            layer(mine)
+        joint.begin(0, leaves=False, takes=True)
+        made = layer(mine)
+        made.backward(weights.chunk(3)[transport.rank])
+        return made.detach(), mine.grad, [p.grad for p in layer.parameters() if p.grad is not None]
+
+    found = LocalWorld(3).run(replica)
+    exact = batch.clone().requires_grad_()
+    expected = whole(exact)
+    expected.backward(weights)
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+
+    def close(a: Tensor, b: Tensor | None) -> None:
+        assert b is not None
+        torch.testing.assert_close(a, b.to(a.dtype), rtol=tolerance, atol=tolerance * 10)
+
+    close(torch.cat([made for made, *_ in found]), expected.detach())
+    close(torch.cat([gradient for _, gradient, _ in found if gradient is not None]), exact.grad)
+    for position, parameter in enumerate(whole.parameters()):
+        close(torch.stack([of[position] for *_, of in found]).sum(0), parameter.grad)
+    for layer in layers:
+        for name, buffer in whole.named_buffers():
+            close(dict(layer.named_buffers())[name], buffer)
+    layers[0].eval(), whole.eval()
+    close(layers[0](batch), whole(batch))
+
+
+def one_process(config: RunConfig, plan: Plan, together: int) -> dict[str, Tensor]:
+    """Step on minibatches of parts, each of which is the microbatches of one turn in one batch."""
+    trace = traced(config)
+    model = build_stage(trace, [name for stage in plan.stages for name in stage.layers])
+    loss = load_factory(config.loss.factory)(**config.loss.args)
+    dataset = load_factory(config.data.factory)(split="train", **config.data.args)
+    order = epoch_order(len(dataset), config.train.seed, 0).tolist()
+    optimizer = make_optimizer(config.optimizer, model.parameters())
+    rows = SIZE // PARTS * together
+    for update in range(UPDATES):
+        optimizer.zero_grad()
+        for part in range(PARTS // together):
+            first = update * SIZE + part * rows
+            inputs, targets = zip(*(dataset[i] for i in order[first : first + rows]), strict=True)
+            output = trace.unflatten(model(trace.flatten(torch.stack(inputs)), 0))
+            (loss(output, torch.stack(targets)) * together / PARTS).backward()
+        optimizer.step()
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def configured(schedule: str, recompute: str = "never") -> RunConfig:
+    given = run_config("conv_without_draws", schedule, PARTS, batch_norm="synchronised").model_dump()
+    given["train"]["minibatch_size"] = SIZE
+    given["schedule"]["recompute"] = recompute
+    return RunConfig.model_validate(given)
+
+
+@pytest.mark.parametrize(("schedule", "replicas", "recompute"), [
+    ("gpipe", [2, 2], "always"), ("1f1b", [2, 2, 2], "never"), ("1f1b", [4], "always"),
+], ids=str)  # fmt: skip
+def test_equals_one_process(schedule: str, replicas: list[int], recompute: str) -> None:
+    config = configured(schedule, recompute)
+    plan = make_plan(config, replicas)
+    expected = {name: held.detach() for name, held in one_process(config, plan, replicas[0]).items()}
+    for rank, state in enumerate(train_local(config, plan)):
+        assert_same(state, expected, f"on rank {rank}")
+
+
+def test_alone_they_differ() -> None:
+    """The test above can fail: replicas that normalise by themselves train other weights."""
+    config = configured("1f1b")
+    config = config.model_copy(update={"train": config.train.model_copy(update={"batch_norm": "microbatch"})})
+    plan = make_plan(config, [2, 2])
+    expected = {name: held.detach() for name, held in one_process(config, plan, 2).items()}
+    with pytest.raises(AssertionError):
+        assert_same(train_local(config, plan)[0], expected)
+
+
+@pytest.mark.parametrize(("schedule", "why"), [("pipedream", "does not flush"), ("zb-h1", "in two parts")])
+def test_refused(schedule: str, why: str) -> None:
+    config = configured(schedule) if schedule != "pipedream" else run_config(
+        "conv_without_draws", batch_norm="synchronised"
+    )  # fmt: skip
+    with pytest.raises(InputError, match=f"batch_norm = \"synchronised\", but schedule '{schedule}' .*{why}"):
+        train_local(config, make_plan(config, [2, 2]))
