@@ -45,6 +45,19 @@ class _Register:
         return registers[self.index]
 
 
+class _Dense(_Register):
+    """A value as a contiguous tensor.
+
+    Random masks are drawn in the order of memory, which is another one where the value has crossed a
+    boundary.
+    """
+
+    __slots__ = ()
+
+    def get(self, registers: list[Any]) -> Any:
+        return registers[self.index].contiguous()
+
+
 class _Held:
     """A parameter, buffer or plain tensor of a module of the stage."""
 
@@ -322,8 +335,8 @@ class _Compiler:
         return _Step(
             call=self._modules[node.target] if isinstance(node.target, str) else node.target,
             single=self._register(node.args[0]) if plain else None,
-            args=tuple(self._argument(a) for a in node.args),
-            kwargs={k: self._argument(a) for k, a in node.kwargs.items()},
+            args=tuple(self._argument(a, node) for a in node.args),
+            kwargs={k: self._argument(a, node) for k, a in node.kwargs.items()},
             results=tuple(r if plain or r in wanted else -1 for r in results),
             moves=tuple((a, b) for a, b in moves if b in wanted),
             clones=clones,
@@ -332,17 +345,18 @@ class _Compiler:
             grad=node.grad,
         )
 
-    def _argument(self, tree: Any) -> Any:
-        bound = map_tree(self._bind, tree)
+    def _argument(self, tree: Any, node: Node) -> Any:
+        bound = map_tree(partial(self._bind, node), tree)
         if isinstance(bound, _RESOLVERS) or not any(
             isinstance(leaf, _RESOLVERS) for leaf in tree_leaves(bound)
         ):
             return bound
         return _Nested(bound)
 
-    def _bind(self, leaf: Any) -> Any:
+    def _bind(self, node: Node, leaf: Any) -> Any:
         if isinstance(leaf, Value):
-            return _Register(self._register(leaf))
+            dense = node.random and self._storage(leaf) not in node.writes
+            return (_Dense if dense else _Register)(self._register(leaf))
         if isinstance(leaf, BatchSize):
             return _Rows(self._register(_ROWS), leaf.scale, leaf.offset)
         if isinstance(leaf, Attribute):

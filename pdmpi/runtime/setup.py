@@ -35,14 +35,16 @@ from pdmpi.runtime.slots import Allocate, device_memory, host_memory
 from pdmpi.runtime.softening import Softening
 from pdmpi.runtime.statistics import MinibatchStatistics
 from pdmpi.runtime.weights import WeightRing
+from pdmpi.schedule.check import violations
 from pdmpi.schedule.program import ALL_STAGES, Op, Program, Topology
 from pdmpi.schedule.registry import program_of
 from pdmpi.schedule.staleness import version_lag
+from pdmpi.schedule.topology import topology_of
 from pdmpi.transport.base import Transport
 
 __all__ = [
     "Datasets", "Rank", "build_rank", "check_fit", "label_of", "load_datasets", "quantum_of",
-    "recomputation_problems", "trace_run", "training_program",
+    "recomputation_problems", "trace_run", "training_program", "waiting_problems",
 ]  # fmt: skip
 
 
@@ -222,6 +224,32 @@ def _normalisation_problems(config: RunConfig) -> list[str]:
         f'[train] batch_norm = "synchronised", but schedule {name!r} '
         + ("runs its backward in two parts" if SCHEDULES[name].flushes else "does not flush")
         + '; set it to "microbatch", or take 1f1b, gpipe or data-parallel'
+    ]
+
+
+def waiting_problems(config: RunConfig, plan: Plan, traced: TracedModel) -> list[str]:
+    """Return that replicas which normalise together would wait for each other for ever, and the remedy.
+
+    Flushed 1F1B lets a replica go backward before the next one has what it needs to go forward,
+    unless the input stage runs further ahead.
+    """
+    if config.train.batch_norm != "synchronised":
+        return []
+    size = quantum_of(plan.schedule, topology_of(plan))
+
+    def is_stuck(extra: int) -> bool:
+        ahead = replace(plan, schedule=replace(plan.schedule, extra_in_flight=extra))
+        return bool(violations(training_program(config, ahead, traced, size)))
+
+    planned = plan.schedule.extra_in_flight
+    if not is_stuck(planned):
+        return []
+    tried = range(planned + 1, planned + 1 + 2 * topology_of(plan).round)
+    enough = next((extra for extra in tried if not is_stuck(extra)), None)
+    remedy = "--schedule gpipe" if enough is None else f"--extra-in-flight {enough}"
+    return [
+        '[train] batch_norm = "synchronised": replicas would wait for each other for ever, since schedule '
+        f"{plan.schedule.name!r} has too few microbatches in flight; plan with {remedy}"
     ]
 
 

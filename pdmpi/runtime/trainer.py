@@ -36,6 +36,7 @@ from pdmpi.runtime.setup import (
     recomputation_problems,
     trace_run,
     training_program,
+    waiting_problems,
 )
 from pdmpi.runtime.statistics import average_statistics
 from pdmpi.schedule.check import CheckedProgram, check
@@ -127,6 +128,7 @@ class Trainer:
         self._topology = topology_of(plan)
         traced = self._traced = trace_run(config, datasets.train)
         check_fit(config, plan, traced, transport.size)
+        InputError.collect(waiting_problems(config, plan, traced))
         if datasets.test is not None:
             InputError.collect(score_problems(traced, len(datasets.test), self._size))  # type: ignore[arg-type]
         self._quantum = quantum_of(plan.schedule, self._topology)

@@ -21,6 +21,7 @@ from faults.fault_run import PAUSE, assert_same_run, losses, make_run, newest, t
 from launch import PDMPI, REPOSITORY
 from sandbox import Sandbox, private_slurm
 
+from pdmpi.checkpoint import latest
 from pdmpi.checkpoint.status import read_status
 
 pytestmark = [pytest.mark.slurm, pytest.mark.mpi, pytest.mark.timeout(14_400)]
@@ -105,8 +106,10 @@ def test_whatever_dies_the_requeued_job_ends_as_if_nothing_had(tmp_path):
             if job["JobState"] == "COMPLETED":
                 break
             restarts = int(job["Restarts"])
-            if chance.random() < 0.75:
+            if chance.random() < 0.75 or not survived:
                 wait_until(running_or_gone, slurm, number, restarts, run_dir)
+                further = chance.randrange(3) if survived else 1  # checkpoints, however slow the machine is
+                wait_until(further_or_gone, slurm, number, restarts, run_dir, reached(run_dir) + 6 * further)
             time.sleep(chance.uniform(0, 1.0))
             if sum(survived.values()) == 2:
                 fault = fail_a_node(slurm, number)
@@ -129,6 +132,16 @@ def test_whatever_dies_the_requeued_job_ends_as_if_nothing_had(tmp_path):
 
 def running_or_gone(slurm: Sandbox, number: str, restarts: int, run_dir: Path) -> bool:
     return is_running(run_dir, restarts) or gone(slurm, number, restarts)
+
+
+def reached(run_dir: Path) -> int:
+    """Return the minibatch of the newest checkpoint; 0 before the first."""
+    found = latest(run_dir)
+    return 0 if found is None else found.manifest.minibatch
+
+
+def further_or_gone(slurm: Sandbox, number: str, restarts: int, run_dir: Path, minibatch: int) -> bool:
+    return reached(run_dir) >= minibatch or gone(slurm, number, restarts)
 
 
 def is_running(run_dir: Path, restarts: int) -> bool:

@@ -316,7 +316,7 @@ class Modes(nn.Module):
 
 
 class RandomMasks(nn.Module):
-    """Dropout as a module, as a function, inside of an LSTM, and noise made in the forward."""
+    """Dropout as a module, as a function, inside of an LSTM and after it, and noise made in the forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -329,6 +329,7 @@ class RandomMasks(nn.Module):
         x = self.drop(torch.tanh(x)) + float(self.training) * torch.randn_like(x)
         x = F.dropout(x, 0.2, self.training)
         out, _ = self.lstm(x.unsqueeze(1).expand(-1, 3, -1))
+        out = self.drop(out)  # which is transposed in memory, until it crosses a boundary
         return self.head(self.norm(out[:, -1]))
 
 

@@ -133,12 +133,12 @@ def state_of(training: Trainer) -> dict[str, Tensor]:
 
 
 @cache
-def _traced(factory: str, args: str, data: str, rows: int, dtype: str) -> TracedModel:
+def _traced(model: str, data: str, rows: int, dtype: str) -> TracedModel:
     return trace_run(
         RunConfig.model_validate(
             {
-                "model": {"factory": factory, "args": json.loads(args)},
-                "data": {"factory": data},
+                "model": json.loads(model),
+                "data": json.loads(data),
                 "train": {"minibatch_size": rows, "epochs": 1, "dtype": dtype},
             }
         )
@@ -148,9 +148,7 @@ def _traced(factory: str, args: str, data: str, rows: int, dtype: str) -> Traced
 def traced(config: RunConfig, dataset: Any = None) -> TracedModel:
     """Trace each model once: tests share what tracing does not change."""
     rows = config.train.minibatch_size // config.schedule.microbatches
-    return _traced(
-        config.model.factory, json.dumps(config.model.args), config.data.factory, rows, config.train.dtype
-    )
+    return _traced(config.model.model_dump_json(), config.data.model_dump_json(), rows, config.train.dtype)
 
 
 def serialise_forwards(monkeypatch: Any, forwards: bool = True) -> None:

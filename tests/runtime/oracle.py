@@ -12,10 +12,13 @@ from fnmatch import fnmatch
 import torch
 from harness import traced as traced_of
 from torch import Tensor
+from torch.utils.data import default_collate
 
 from pdmpi.config.run import RunConfig
 from pdmpi.model.build import build_stage, load_factory
+from pdmpi.model.example import cast_floating, dtype_of
 from pdmpi.model.optimizer import make_optimizer
+from pdmpi.model.tree import map_tree
 from pdmpi.plan.plan import Plan
 from pdmpi.plan.terms import SCHEDULES as TERMS
 from pdmpi.runtime.feed import epoch_order
@@ -109,6 +112,7 @@ def replay(
     size = config.train.minibatch_size // m
     order = epoch_order(len(dataset), config.train.seed, 0).tolist()
     version = version_rule(config.schedule.name, replicas, m)
+    dtype = dtype_of(config)
     parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
     masters = [
         {n: torch.nn.Parameter(p.detach().clone()) for n, p in parameters.items() if n in own}
@@ -140,11 +144,12 @@ def replay(
                 for n, value in sets[s][k % replicas[s]].items():
                     buffers[n].copy_(value)
             rows = order[(first + k) * size : (first + k + 1) * size]
-            inputs, targets = zip(*(dataset[i] for i in rows), strict=True)
-            values = traced.flatten(torch.stack(inputs).to(device))
-            output = traced.unflatten(model(values, first + k))
+            inputs, targets = map_tree(
+                lambda tensor: tensor.to(device), default_collate([dataset[i] for i in rows])
+            )
+            output = traced.unflatten(model(traced.flatten(cast_floating(inputs, dtype)), first + k))
             gradients = torch.autograd.grad(
-                loss(output, torch.stack(targets).to(device)), list(parameters.values()), allow_unused=True
+                loss(output, targets), list(parameters.values()), allow_unused=True
             )
             for s, own in enumerate(sets):
                 for n in own[k % replicas[s]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -122,6 +123,22 @@ def test_alone_they_differ() -> None:
     expected = {name: held.detach() for name, held in one_process(config, plan, 2).items()}
     with pytest.raises(AssertionError):
         assert_same(train_local(config, plan)[0], expected)
+
+
+def test_replicas_that_would_wait_for_ever_are_refused_with_the_remedy() -> None:
+    given = configured("1f1b").model_dump()
+    given["schedule"]["microbatches"] = 6
+    with pytest.raises(
+        InputError, match=r"for ever, since schedule '1f1b' .* --extra-in-flight 1$"
+    ):
+        trained(given)
+    given["schedule"]["extra_in_flight"] = 1
+    assert all(tensor.isfinite().all() for state in trained(given) for tensor in state.values())
+
+
+def trained(given: dict[str, Any]) -> list[dict[str, Tensor]]:
+    config = RunConfig.model_validate(given)
+    return train_local(config, make_plan(config, [1, 3, 1]))
 
 
 @pytest.mark.parametrize(("schedule", "why"), [("pipedream", "does not flush"), ("zb-h1", "in two parts")])

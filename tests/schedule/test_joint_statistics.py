@@ -33,9 +33,22 @@ def together(*replicas: int, name: str = "1f1b", stages: tuple[int, ...] = (0,))
 @settings(max_examples=60)
 @given(cases(names=NORMALISING, max_microbatches=12), st.data(), st.integers(0, 1000), st.booleans())
 def test_every_flushed_schedule_with_whole_backwards_can(case, data, seed, rendezvous):
-    stages = data.draw(st.sets(st.integers(0, case[1].num_stages - 1), min_size=1))
+    """Flushed 1F1B may need more microbatches in flight; the checker tells when."""
+    choice, topology, number = case
+    stages = data.draw(st.sets(st.integers(0, topology.num_stages - 1), min_size=1))
     program = generate(*case, joint_statistics=stages)
-    assert violations(program) == []
+    found = violations(program)
+    for extra in range(1, 2 * topology.round + 1):
+        if not found:
+            break
+        assert choice.name == "1f1b"
+        assert {violation.fault for violation in found} == {Fault.DEADLOCK}
+        with pytest.raises(symbolic.Stuck):
+            symbolic.run(program, seed, rendezvous)
+        case = (dataclasses.replace(choice, extra_in_flight=choice.extra_in_flight + extra), topology, number)
+        program = generate(*case, joint_statistics=stages)
+        found = violations(program)
+    assert found == []
     assert symbolic.run(program, seed, rendezvous) == symbolic.run(generate(*case), seed, rendezvous)
     assert parse(dump(program)).groups == program.groups
 

@@ -1,0 +1,81 @@
+"""Every model of the zoo, reduced, trained as a pipeline of the planner's own cuts: equal to the oracle."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import assert_same, make_plan, serialise_forwards, train_local
+from oracle import replay
+from torch.utils.data import Dataset, Subset
+
+from pdmpi.config.load import load_config
+from pdmpi.config.run import RunConfig
+from pdmpi.model.build import load_factory
+from pdmpi.plan.cluster import Cluster, Level
+from pdmpi.plan.cuts import cuts_of
+from pdmpi.plan.partition import partition
+from pdmpi.plan.plan import Plan
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+SMALL = sorted(path.stem for path in CONFIGS.glob("*-small.toml"))
+MOST_STAGES = {"awd-lm-small": 1, "gpt2-small": 2}
+"""Of models whose head is their embedding: what lies between the two is in one stage with both."""
+
+ROWS, SAMPLES = 4, 20
+
+
+@pytest.fixture(autouse=True)
+def _one_random_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    serialise_forwards(monkeypatch)
+
+
+def some(of: str, split: str, **args: Any) -> Dataset[Any]:
+    """The first samples of another data set."""
+    return Subset(load_factory(of)(split=split, **args), range(SAMPLES))
+
+
+def configured(name: str, schedule: str, parts: int) -> RunConfig:
+    given = load_config(CONFIGS / f"{name}.toml").model_dump()
+    of = given["data"]["factory"]
+    given["data"] = {"factory": "test_zoo_trains:some", "args": {"of": of, **given["data"]["args"]}}
+    given["optimizer"] = {"name": "SGD", "args": {"lr": 0.01, "momentum": 0.9}}
+    given["schedule"] = {"name": schedule, "microbatches": parts}
+    given["train"] = {
+        "minibatch_size": ROWS * parts, "epochs": 1, "dtype": "float64", "evaluate_every": 0,
+    }  # fmt: skip
+    return RunConfig.model_validate(given)
+
+
+def planned(config: RunConfig, stages: int, replicas: int) -> Plan:
+    """The planner's best plan of so many stages, the first replicated, were all layers with parameters alike.
+
+    Models that share a parameter between far layers have fewer.
+    """
+    profile = make_plan(config, [1]).profile
+    sizes = [8 * len(layer.parameters) for layer in profile.graph.layers]
+    costs = tuple(
+        replace(cost, parameter_bytes=size, forward_s=cost.forward_s if size else cost.forward_s / 10)
+        for cost, size in zip(profile.costs, sizes, strict=True)
+    )
+    profile = replace(profile, costs=costs)
+    shape = [replicas, *[1] * (min(stages, cuts_of(profile).most_stages) - 1)]
+    level = Level(name="host", count=sum(shape), bandwidth_bytes_per_s=1e12)
+    cluster = Cluster(name="one host", levels=(level,))
+    choice = make_plan(config, [1]).schedule
+    return partition(profile, cluster, choice, shape=shape)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_trains_as_the_oracle(name: str) -> None:
+    """Asynchronously in two to four stages, and with a flush over a replicated one."""
+    most = 2 + SMALL.index(name) % 3
+    for schedule, parts, stages, replicas in (("pipedream", 1, most, 1), ("1f1b", 2, 2, 2)):
+        config = configured(name, schedule, parts)
+        plan = planned(config, stages, replicas)
+        assert len(plan.stages) == min(stages, MOST_STAGES.get(name, stages))
+        expected = replay(config, plan, [SAMPLES // config.train.minibatch_size])
+        for rank, state in enumerate(train_local(config, plan)):
+            assert_same(state, expected, f"{schedule} on rank {rank}")
