@@ -11,8 +11,9 @@ from rich.table import Table
 
 from pdmpi.checkpoint.arrays import split_path
 from pdmpi.checkpoint.store import Checkpoint, latest, open_checkpoint
-from pdmpi.cli.output import human_bytes, table
+from pdmpi.cli.output import table
 from pdmpi.errors import InputError
+from pdmpi.plan.units import human_bytes
 
 __all__ = ["checkpoint_data", "checkpoint_tables", "find_checkpoint"]
 

@@ -7,11 +7,12 @@ from pathlib import Path
 import click
 from rich.table import Table
 
-from pdmpi.cli.output import emit, human_bytes, human_seconds, json_option, table
+from pdmpi.cli.output import emit, json_option, table
 from pdmpi.errors import InputError
 from pdmpi.plan.cluster import Cluster
 from pdmpi.plan.cluster_text import cluster_to_text
 from pdmpi.plan.hdf5 import check_overwrite
+from pdmpi.plan.units import human_bytes, human_seconds
 
 __all__ = ["command"]
 

@@ -16,7 +16,8 @@ from typing import Any
 import click
 from rich.console import RenderableType
 
-from pdmpi.cli.output import emit, human_seconds, json_option, table
+from pdmpi.cli.output import emit, json_option, table
+from pdmpi.plan.units import human_seconds
 from pdmpi.transport.base import Transport
 from pdmpi.transport.device import choose_device, load_ucx
 from pdmpi.transport.launcher import launched_size, local_rank

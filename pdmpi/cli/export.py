@@ -8,8 +8,9 @@ import click
 
 from pdmpi.checkpoint.safetensors import export
 from pdmpi.cli.checkpoint_tables import find_checkpoint
-from pdmpi.cli.output import emit, human_bytes, json_option
+from pdmpi.cli.output import emit, json_option
 from pdmpi.plan.hdf5 import check_overwrite
+from pdmpi.plan.units import human_bytes
 
 __all__ = ["command"]
 

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from pdmpi.cli.terminal import is_terminal
 
-__all__ = ["Progress", "emit", "human_bytes", "human_seconds", "json_option", "table"]
+__all__ = ["Progress", "emit", "json_option", "table"]
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -58,23 +58,6 @@ def emit(data: object, shown: RenderableType | Sequence[RenderableType], as_json
         return
     console = _console()
     console.print(Group(*shown) if isinstance(shown, (list, tuple)) else shown, highlight=False, markup=False)
-
-
-def human_bytes(count: float) -> str:
-    """Return ``"1.5 MiB"``."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
-
-
-def human_seconds(seconds: float) -> str:
-    """Return ``"1.5 ms"``."""
-    for factor, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
-        if abs(seconds) >= factor:
-            return f"{seconds / factor:.3g} {unit}"
-    return f"{seconds / 1e-9:.3g} ns" if seconds else "0 s"
 
 
 class Progress:

@@ -7,11 +7,12 @@ from pathlib import Path
 import click
 from rich.console import RenderableType
 
-from pdmpi.cli.output import Progress, emit, human_bytes, human_seconds, json_option, table
+from pdmpi.cli.output import Progress, emit, json_option, table
 from pdmpi.config.load import load_config
 from pdmpi.errors import InputError
 from pdmpi.plan.profile import Profile
 from pdmpi.plan.store import save_profile
+from pdmpi.plan.units import human_bytes, human_seconds
 
 __all__ = ["command"]
 

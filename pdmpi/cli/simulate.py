@@ -8,10 +8,11 @@ from pathlib import Path
 import click
 from rich.table import Table
 
-from pdmpi.cli.output import emit, human_bytes, human_seconds, json_option, table
+from pdmpi.cli.output import emit, json_option, table
 from pdmpi.errors import InputError
 from pdmpi.plan.plan import Plan
 from pdmpi.plan.store import load_plan
+from pdmpi.plan.units import human_bytes, human_seconds
 from pdmpi.schedule.registry import SCHEDULES
 from pdmpi.schedule.topology import topology_of
 from pdmpi.simulate.auto_depth import auto_depth

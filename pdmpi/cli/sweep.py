@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 from rich.table import Table
 
-from pdmpi.cli.output import Progress, emit, human_bytes, json_option, table
+from pdmpi.cli.output import Progress, emit, json_option, table
 from pdmpi.errors import InputError
 from pdmpi.plan.cluster import Cluster, Device, Level
 from pdmpi.plan.cluster_file import load_cluster
@@ -20,7 +20,7 @@ from pdmpi.plan.plan import ScheduleChoice
 from pdmpi.plan.store import load_profile
 from pdmpi.plan.sweep import Case, Outcome, sweep
 from pdmpi.plan.terms import SCHEDULES
-from pdmpi.plan.units import parse_bandwidth
+from pdmpi.plan.units import human_bytes, parse_bandwidth
 
 __all__ = ["command"]
 

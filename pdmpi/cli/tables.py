@@ -7,12 +7,13 @@ from typing import Any
 
 from rich.table import Table
 
-from pdmpi.cli.output import human_bytes, human_seconds, table
+from pdmpi.cli.output import table
 from pdmpi.plan.advise import Advice
 from pdmpi.plan.explain import Explanation
 from pdmpi.plan.partition import estimate_of
 from pdmpi.plan.plan import Plan
 from pdmpi.plan.profile import Profile
+from pdmpi.plan.units import human_bytes, human_seconds
 from pdmpi.simulate.compare import Comparison
 
 __all__ = [

@@ -15,12 +15,13 @@ import click
 from rich.table import Table
 
 from pdmpi.checkpoint.lock import RunLock
-from pdmpi.cli.output import Progress, emit, human_seconds, json_option, table
+from pdmpi.cli.output import Progress, emit, json_option, table
 from pdmpi.config.load import load_config
 from pdmpi.config.run import RunConfig
 from pdmpi.errors import InputError
 from pdmpi.plan.plan import Plan
 from pdmpi.plan.store import load_plan, plan_from_bytes, plan_to_bytes
+from pdmpi.plan.units import human_seconds
 from pdmpi.runtime.evaluation import Score
 from pdmpi.runtime.report import MetricsFile, SegmentReport, StageLag
 from pdmpi.schedule.check import CheckedProgram

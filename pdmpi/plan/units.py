@@ -7,7 +7,7 @@ import re
 
 from pdmpi.errors import InputError
 
-__all__ = ["parse_bandwidth", "parse_bytes", "parse_seconds"]
+__all__ = ["human_bytes", "human_seconds", "parse_bandwidth", "parse_bytes", "parse_seconds"]
 
 _PREFIX = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _BINARY = {f"{letter}i": 1024.0**power for power, letter in enumerate("KMGT", start=1)}
@@ -49,3 +49,20 @@ def parse_bytes(value: str | float) -> int:
 def parse_seconds(value: str | float) -> float:
     """Return seconds; a bare number is seconds already."""
     return _parse(value, _SECONDS, "5 us")
+
+
+def human_bytes(count: float) -> str:
+    """Return ``"1.5 MiB"``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def human_seconds(seconds: float) -> str:
+    """Return ``"1.5 ms"``."""
+    for factor, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
+        if abs(seconds) >= factor:
+            return f"{seconds / factor:.3g} {unit}"
+    return f"{seconds / 1e-9:.3g} ns" if seconds else "0 s"

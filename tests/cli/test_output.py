@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from pdmpi.cli.output import Progress, emit, human_bytes, human_seconds, json_option, table
+from pdmpi.cli.output import Progress, emit, json_option, table
+from pdmpi.plan.units import human_bytes, human_seconds
 
 
 @dataclass

@@ -113,7 +113,7 @@ def test_others_models_in_parts(name: str) -> None:
     try:
         importlib.import_module("torchvision.models" if package == "torchvision" else package)
     except ImportError:
-        pytest.skip(f"{package} is not installed")
+        pytest.skip(f"{package} is not installed (pip install 'pdmpi[others]' brings transformers)")
     except RuntimeError as error:
         pytest.skip(f"{package} does not import beside this torch: {error}")
     traced, batch = traced_other(name), example()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from harness import Silent, make_plan, run_config, serialise_forwards, train_rank
 
+from pdmpi.config.run import RunConfig
 from pdmpi.transport.local import LocalWorld
 
 
@@ -32,6 +33,19 @@ def test_masters_are_float32_and_versions_are_their_rounding(model: str) -> None
                 assert torch.equal(parameter, master.to(torch.bfloat16))
     losses = list(listeners[0].reports[0].losses.values())
     assert all(torch.isfinite(torch.tensor(losses)))
+
+
+def test_a_shared_parameter_has_one_master() -> None:
+    """Under both of its names it is one tensor, stepped once with the sum of both gradients."""
+    config = run_config("conv", dtype="bfloat16", evaluate_every=0).model_dump()
+    config["model"]["factory"] = "oracle_models:tied"
+    plan = make_plan(RunConfig.model_validate(config), [1])
+    _, trainer = LocalWorld(1).run(lambda t: train_rank(RunConfig.model_validate(config), plan, t))[0]
+    (player,) = trainer.rank.players.values()
+    every = dict(player.module.named_parameters(remove_duplicate=False))
+    assert len(player.weights.masters) == len(set(map(id, every.values()))) < len(every)
+    for name, master in player.weights.masters.items():
+        assert torch.equal(every[name], master.to(torch.bfloat16))
 
 
 def test_small_steps_count() -> None:

@@ -5,7 +5,16 @@ from __future__ import annotations
 from dataclasses import asdict
 
 import pytest
-from harness import Silent, assert_same, make_plan, run_config, serialise_forwards, train_local, train_rank
+from harness import (
+    Silent,
+    assert_same,
+    make_plan,
+    run_config,
+    serialise_forwards,
+    traced,
+    train_local,
+    train_rank,
+)
 from oracle import replay
 
 from pdmpi.config.run import RunConfig
@@ -87,11 +96,18 @@ def test_knobs_that_cannot_work_are_refused() -> None:
         update={"optimizer": config.optimizer.model_copy(update={"name": "Adam", "args": {"lr": 0.1}})}
     )
     plan = make_plan(config, [1, 1])
-    from harness import traced
-
     with pytest.raises(InputError) as caught:
         check_fit(config, plan, traced(config), 2)
     text = str(caught.value)
     assert "weight_prediction = true: schedule 'gpipe' has no stale weights" in text
     assert "staleness_warmup = 5: schedule 'gpipe' has no stale weights" in text
     assert "predicts by SGD's momentum" in text
+
+
+@pytest.mark.parametrize("key", ["nesterov", "maximize"])
+def test_steps_that_the_prediction_does_not_know_are_refused(key: str) -> None:
+    config = softened(run_config("conv"), weight_prediction=True, staleness_warmup=0)
+    args = {**config.optimizer.args, key: True}
+    config = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"args": args})})
+    with pytest.raises(InputError, match=f"a step of plain SGD, .optimizer. has {key} = true"):
+        check_fit(config, make_plan(config, [1, 1]), traced(config), 2)
