@@ -33,7 +33,8 @@ def main() -> None:
     transport, device, _ = open_transport(run_config("conv", device=place))
     for model, schedule, microbatches, replicas, minibatches, options in cases:
         config = run_config(model, schedule, microbatches, **options.get("train", {}))
-        config.optimizer.clip_norm = options.get("clip_norm")
+        limited = config.optimizer.model_copy(update={"clip_norm": options.get("clip_norm")})
+        config = config.model_copy(update={"optimizer": limited})
         plan = make_plan(config, replicas)
         state, trainer = train_rank(config, plan, transport, device=device)
         expected = on_threads(config, plan) if options else replay(config, plan, [minibatches], device)
