@@ -45,19 +45,6 @@ class _Register:
         return registers[self.index]
 
 
-class _Dense(_Register):
-    """A value as a contiguous tensor.
-
-    Random masks are drawn in the order of memory, which is another one where the value has crossed a
-    boundary.
-    """
-
-    __slots__ = ()
-
-    def get(self, registers: list[Any]) -> Any:
-        return registers[self.index].contiguous()
-
-
 class _Held:
     """A parameter, buffer or plain tensor of a module of the stage."""
 
@@ -123,6 +110,9 @@ class _Step:
         Registers that nobody reads after this step.
     key
         Layer name and a number, when random numbers are drawn, each time from a fresh stream.
+    dense
+        Registers of arguments that are read as contiguous tensors, and whether the call writes them.
+        Masks are drawn in the order of memory, which is another one where a value has crossed a boundary.
     grad
         Whether gradients are on.
     """
@@ -136,15 +126,24 @@ class _Step:
     clones: tuple[tuple[int, int], ...]
     free: tuple[int, ...]
     key: str | None
+    dense: tuple[tuple[int, bool], ...]
     grad: bool
 
     def run(self, registers: list[Any]) -> None:
         """Run the call for any arguments and results."""
+        read = registers
+        if self.dense:
+            read = registers.copy()
+            for index, _ in self.dense:
+                read[index] = read[index].contiguous()
         with nullcontext() if self.grad else torch.no_grad():
             out = self.call(
-                *[a.get(registers) if isinstance(a, _RESOLVERS) else a for a in self.args],
-                **{k: a.get(registers) if isinstance(a, _RESOLVERS) else a for k, a in self.kwargs.items()},
+                *[a.get(read) if isinstance(a, _RESOLVERS) else a for a in self.args],
+                **{k: a.get(read) if isinstance(a, _RESOLVERS) else a for k, a in self.kwargs.items()},
             )
+            for index, written in self.dense:
+                if written and read[index] is not registers[index]:
+                    registers[index].copy_(read[index])
         tensors = tensors_of(out)
         for register, tensor in zip(self.results, tensors, strict=True):
             if register >= 0:
@@ -335,28 +334,32 @@ class _Compiler:
         return _Step(
             call=self._modules[node.target] if isinstance(node.target, str) else node.target,
             single=self._register(node.args[0]) if plain else None,
-            args=tuple(self._argument(a, node) for a in node.args),
-            kwargs={k: self._argument(a, node) for k, a in node.kwargs.items()},
+            args=tuple(self._argument(a) for a in node.args),
+            kwargs={k: self._argument(a) for k, a in node.kwargs.items()},
             results=tuple(r if plain or r in wanted else -1 for r in results),
             moves=tuple((a, b) for a, b in moves if b in wanted),
             clones=clones,
             free=free if results[:1] == () or results[0] in wanted or not plain else (*free, results[0]),
             key=key,
+            dense=self._dense(node) if key else (),
             grad=node.grad,
         )
 
-    def _argument(self, tree: Any, node: Node) -> Any:
-        bound = map_tree(partial(self._bind, node), tree)
+    def _dense(self, node: Node) -> tuple[tuple[int, bool], ...]:
+        read = dict.fromkeys(node.reads)
+        return tuple((self._register(v), self._storage(v) in node.writes) for v in read)
+
+    def _argument(self, tree: Any) -> Any:
+        bound = map_tree(self._bind, tree)
         if isinstance(bound, _RESOLVERS) or not any(
             isinstance(leaf, _RESOLVERS) for leaf in tree_leaves(bound)
         ):
             return bound
         return _Nested(bound)
 
-    def _bind(self, node: Node, leaf: Any) -> Any:
+    def _bind(self, leaf: Any) -> Any:
         if isinstance(leaf, Value):
-            dense = node.random and self._storage(leaf) not in node.writes
-            return (_Dense if dense else _Register)(self._register(leaf))
+            return _Register(self._register(leaf))
         if isinstance(leaf, BatchSize):
             return _Rows(self._register(_ROWS), leaf.scale, leaf.offset)
         if isinstance(leaf, Attribute):

@@ -23,7 +23,7 @@ from pdmpi.model.deferred import Tape, cast, storage_id
 from pdmpi.model.layers import Layers, LayerState, layers_of
 from pdmpi.model.no_compiler import without_compiler
 from pdmpi.model.record import record
-from pdmpi.model.recording import CannotFollow, Recording, Value
+from pdmpi.model.recording import CannotFollow, Node, Recording, Value
 from pdmpi.model.tree import map_tree, tensors_of, tree_leaves
 
 __all__ = ["TracedModel", "trace_model"]
@@ -120,9 +120,26 @@ class TracedModel:
 
     def normalises(self, layer: str) -> bool:
         """Whether a layer holds a batch normalisation that trains."""
+        return bool(self._normalisations(layer))
+
+    def normalises_alone(self, layer: str) -> str:
+        """Return why replicas cannot run a layer's batch normalisations together, or nothing."""
+        for i in self.members[layer]:
+            node = self.recording.nodes[i]
+            if isinstance(node.target, str):
+                if node.target in self.opaque and self.normalises(layer):
+                    return f"a batch normalisation runs where {self.opaque[node.target]},"
+            elif getattr(node.target, "__name__", "") == "batch_norm" and _trains(node):
+                return "batch_norm is called as a function, not as nn.BatchNorm,"
+        for part in self._normalisations(layer):
+            if type(part).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
+                return f"{type(part).__name__} has a forward of its own"
+        return ""
+
+    def _normalisations(self, layer: str) -> list[_BatchNorm]:
         held = [self.module.get_submodule(path) for path in self.state[layer].modules]
         parts = [part for module in held for part in module.modules()]
-        return any(isinstance(part, _BatchNorm) and part.training for part in parts)
+        return [part for part in parts if isinstance(part, _BatchNorm) and part.training]
 
     def flatten(self, example: Any) -> dict[Ref, Tensor]:
         """Return the tensors of a batch's input as the values that the first stage takes."""
@@ -354,3 +371,9 @@ def _leaf_rule(
     unmatched = [p for p in patterns if not fnmatch.filter(paths, p)]
     InputError.collect(f"[model] leaves = [{p!r}] matches no submodule of the model" for p in unmatched)
     return is_leaf
+
+
+def _trains(batch_norm: Node) -> bool:
+    """Whether a recorded call of batch_norm normalises by the batch's statistics."""
+    given = batch_norm.args[5:6] or (batch_norm.kwargs.get("training", False),)
+    return bool(given[0])

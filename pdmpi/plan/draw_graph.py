@@ -104,7 +104,10 @@ def _arrow(axes: Any, source: _Box, target: _Box) -> None:
 
 def _by_stage(profile: Profile, stages: Sequence[StagePlan]) -> list[str]:
     stage_of = {name: s for s, stage in enumerate(stages) for name in stage.layers}
-    return [_lighter(COLOURS[stage_of[layer.name] % len(COLOURS)], 0.35) for layer in profile.graph.layers]
+    return [
+        _lighter(COLOURS[stage_of[layer.name] % len(COLOURS)], 0.35) if layer.name in stage_of else "#ffffff"
+        for layer in profile.graph.layers
+    ]
 
 
 def _by_time(costs: Sequence[LayerCost]) -> list[str]:

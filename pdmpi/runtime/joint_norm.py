@@ -5,24 +5,35 @@ consecutive ones) are normalised as one batch, whose statistics also move the ru
 program lets replicas wait for each other before each forward and each backward, and each
 normalisation then sums over them: forward the count, the sum and the sum of squares of each
 channel; backward what the gradient with respect to mean and variance needs (Ioffe and Szegedy,
-ICML 2015, section 3).  A recomputation takes the statistics that its forward left.
+ICML 2015, section 3).  A recomputation takes the statistics that its forward left.  The sums say
+of which layer they are, so that replicas which run different layers do not train on.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from pdmpi.errors import InputError, PdmpiError
 from pdmpi.runtime.slots import Allocate
 from pdmpi.runtime.statistics import move, sums_of
-from pdmpi.transport.base import Request, Transport
+from pdmpi.transport.base import Bound, Transport
 
 __all__ = ["JointNormalisation"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    microbatch: int
+    leaves: bool
+    takes: bool
+
 
 SumOver = Callable[[Tensor], Tensor]
 """Returns the sum of a flat float64 tensor over the replicas."""
@@ -44,17 +55,20 @@ class JointNormalisation:
     def __init__(
         self, module: nn.Module, transport: Transport, ranks: Sequence[int], allocate: Allocate
     ) -> None:
-        self._left: defaultdict[int, list[Tensor]] = defaultdict(list)
-        self._microbatch = 0
-        self._leaves = self._takes = False
-        for layer in (part for part in module.modules() if isinstance(part, _BatchNorm)):
-            memory, buffer = allocate(8 * (1 + 2 * layer.num_features))
-            bound = transport.bind_allreduce(buffer, "float64", ranks)
-            sum_over = _sum_over(memory.view(torch.float64), lambda bound=bound: bound.post())  # type: ignore[misc]
+        self._left: dict[int, list[Tensor]] = {}
+        self._now: _Run | None = None
+        self._differs: list[Tensor] = []
+        self._num_replicas = len(ranks)
+        for number, layer in enumerate((m for m in module.modules() if isinstance(m, _BatchNorm)), start=1):
+            memory, buffer = allocate(8 * (3 + 2 * layer.num_features))
+            sum_over = self._sum_over(
+                number, memory.view(torch.float64), transport.bind_allreduce(buffer, "float64", ranks)
+            )
             layer.forward = self._forward_of(layer, sum_over)  # type: ignore[method-assign, assignment]
 
-    def begin(self, microbatch: int, *, leaves: bool, takes: bool) -> None:
-        """Prepare for a microbatch's forward.
+    @contextmanager
+    def running(self, microbatch: int, *, leaves: bool, takes: bool) -> Iterator[None]:
+        """Be in a microbatch's forward.
 
         Parameters
         ----------
@@ -63,7 +77,39 @@ class JointNormalisation:
         takes
             Whether this is one, which takes them and moves no running statistics.
         """
-        self._microbatch, self._leaves, self._takes = microbatch, leaves, takes
+        self._now = _Run(microbatch, leaves, takes)
+        try:
+            yield
+        finally:
+            self._now = None
+
+    def check(self) -> None:
+        """Raise before an update where replicas summed different layers.
+
+        Raises
+        ------
+        PdmpiError
+            Their forwards depend on the data.
+        """
+        if self._differs and bool(torch.stack(self._differs).any()):
+            raise PdmpiError(
+                "replicas of a stage ran different batch normalisations at the same time: the model's "
+                'forward depends on its data; set [train] batch_norm = "microbatch"'
+            )
+        self._differs.clear()
+
+    def _sum_over(self, number: int, flat: Tensor, bound: Bound) -> SumOver:
+        label = flat.new_tensor([number, number * number])
+
+        def sum_over(mine: Tensor) -> Tensor:
+            flat[:2] = label
+            flat[2:] = mine
+            bound.post().wait()
+            total = flat.clone()
+            self._differs.append((total[:2] != self._num_replicas * label).any())
+            return total[2:]
+
+        return sum_over
 
     def _forward_of(self, layer: _BatchNorm, sum_over: SumOver) -> Callable[[Tensor], Tensor]:
         alone = layer.forward
@@ -71,20 +117,32 @@ class JointNormalisation:
         def forward(values: Tensor) -> Tensor:
             if not layer.training:
                 return alone(values)
+            if self._now is None:
+                raise InputError(
+                    "a batch normalisation runs in the backward (torch.utils.checkpoint); with [train] "
+                    'batch_norm = "synchronised" leave that to [schedule] recompute'
+                )
             layer._check_input_dim(values)  # type: ignore[no-untyped-call]
-            if self._takes:
-                sums = self._left[self._microbatch].pop(0)
-            else:
-                sums = sum_over(sums_of(values.detach()))
-                if layer.track_running_stats and layer.running_mean is not None:
-                    move(layer, sums)
-            if self._leaves:
-                self._left[self._microbatch].append(sums)
+            sums = self._statistics(layer, values.detach(), sum_over, self._now)
             operands = (values, layer.weight, layer.bias, layer.eps, sums, sum_over)
             made: Tensor = _Normalise.apply(*operands)  # type: ignore[no-untyped-call]
             return made
 
         return forward
+
+    def _statistics(self, layer: _BatchNorm, values: Tensor, sum_over: SumOver, now: _Run) -> Tensor:
+        if now.takes:
+            left = self._left[now.microbatch]
+            sums = left.pop(0)
+            if not left:
+                del self._left[now.microbatch]
+            return sums
+        sums = sum_over(sums_of(values))
+        if layer.track_running_stats and layer.running_mean is not None:
+            move(layer, sums)
+        if now.leaves:
+            self._left.setdefault(now.microbatch, []).append(sums)
+        return sums
 
 
 class _Normalise(torch.autograd.Function):
@@ -132,15 +190,6 @@ class _Normalise(torch.autograd.Function):
             None,
             None,
         )
-
-
-def _sum_over(flat: Tensor, post: Callable[[], Request]) -> SumOver:
-    def sum_over(mine: Tensor) -> Tensor:
-        flat.copy_(mine)
-        post().wait()
-        return flat.clone()
-
-    return sum_over
 
 
 def _exact(values: Tensor) -> Tensor:

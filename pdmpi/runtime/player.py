@@ -264,9 +264,13 @@ class Player:
         return {k: float(loss) for k, loss in self.losses.items()}
 
     def arm_reduce(self) -> None:
-        """Let gradients leave for their sum as the next backward finishes them."""
+        """Let gradients leave for their sum as the next backward finishes them.
+
+        Not beside sums of statistics: a parameter that one replica leaves unused would change their order.
+        """
         assert self._reducer is not None
-        self._reducer.arm()
+        if self._joint_norm is None:
+            self._reducer.arm()
 
     def wait_reduce(self) -> None:
         """Wait for the sums."""
@@ -279,6 +283,8 @@ class Player:
         """One optimizer step from a weight slot to another, which makes ``version``."""
         if self._softening is not None:
             self._softening.step()
+        if self._joint_norm is not None:
+            self._joint_norm.check()
         if self._statistics is not None:
             self._statistics.commit()
         if self._limit is None:
@@ -309,6 +315,11 @@ class Player:
         if self._loss_gradient is not None and self._loss_scale is not None:
             self._loss_gradient.fill_(self._loss_scale.value)
 
+    def _normalising(self, k: int, keep: bool, recompute: bool) -> AbstractContextManager[None]:
+        if self._joint_norm is None:
+            return nullcontext()
+        return self._joint_norm.running(k, leaves=not keep and self.module.training, takes=recompute)
+
     def _precision(self) -> AbstractContextManager[Any]:
         if self._autocast is None:
             return nullcontext()
@@ -320,9 +331,8 @@ class Player:
             leaves = {ref: slots[inputs] for ref, slots in self._leaves.items()}
             if self._statistics is not None:
                 self._statistics.counts = not recompute
-            if self._joint_norm is not None:
-                self._joint_norm.begin(k, leaves=not keep and self.module.training, takes=recompute)
-            outputs = self.module({**fed.inputs, **leaves}, self._first + k, recompute)
+            with self._normalising(k, keep, recompute):
+                outputs = self.module({**fed.inputs, **leaves}, self._first + k, recompute)
             loss = None if self._criterion is None else self._criterion(outputs, fed.target, k)
         return StageRun(leaves, outputs, loss)
 

@@ -151,7 +151,7 @@ def check_fit(config: RunConfig, plan: Plan, traced: TracedModel, num_ranks: int
             *_sharing_problems(plan),
             *_softening_problems(config),
             *limit_problems(config),
-            *_normalisation_problems(config),
+            *_normalisation_problems(config, plan, traced),
             *check_optimizer(config.optimizer, names),
         ]
     )
@@ -213,13 +213,20 @@ def _softening_problems(config: RunConfig) -> list[str]:
     return problems
 
 
-def _normalisation_problems(config: RunConfig) -> list[str]:
+def _normalisation_problems(config: RunConfig, plan: Plan, traced: TracedModel) -> list[str]:
     """Return why replicas cannot normalise together."""
     name = config.schedule.name
     if config.train.batch_norm != "synchronised" or name not in SCHEDULES:
         return []
     if SCHEDULES[name].flushes and not name.startswith("zb-"):
-        return []
+        return [
+            f'[train] batch_norm = "synchronised": {reason} in layer {layer!r}, which has replicas; '
+            'set it to "microbatch", or give that stage one replica'
+            for stage in plan.stages
+            if stage.replicas > 1
+            for layer in stage.layers
+            if (reason := traced.normalises_alone(layer))
+        ]
     return [
         f'[train] batch_norm = "synchronised", but schedule {name!r} '
         + ("runs its backward in two parts" if SCHEDULES[name].flushes else "does not flush")
@@ -384,8 +391,10 @@ def _why_eager(
         return "[schedule] staleness_warmup and weight_prediction change weights and rates as they go"
     if any(np.any(rows[:, 0] == Op.BACKWARD_INPUT) for program in programs for rows in program.rows):
         return f"schedule {config.schedule.name!r} runs its backward in two parts"
-    if config.train.batch_norm != "microbatch":
-        return f"[train] batch_norm = {config.train.batch_norm!r} keeps statistics between kernels"
+    if config.train.batch_norm == "minibatch":
+        return '[train] batch_norm = "minibatch" keeps statistics between kernels'
+    if any(group.statistics for program in programs for group in program.groups):
+        return '[train] batch_norm = "synchronised" sums statistics between kernels'
     if any(node.random for node in traced.recording.nodes):
         return "the model draws random numbers (dropout)"
     if any(program.groups for program in programs) and not transport.sums_on_device:

@@ -190,7 +190,7 @@ def _write_joint_sum(lane: Lane, final: Positions, group: int, listing: Listing)
 def _write_meetings(lane: Lane, group: int, replicas: int, listing: Listing) -> None:
     """Let the replicas wait for each other before the forwards and backwards of each turn."""
     last_of_turn = lane.microbatch - lane.microbatch % replicas + replicas - 1
-    for at in (lane.forward, lane.backward):
+    for at in (lane.forward, lane.backward) if lane.trained else (lane.forward,):
         for op in (Op.POST_REDUCE, Op.WAIT_REDUCE):
             listing.add(at, Place.TOGETHER, op, lane.stage, last_of_turn, group)
 

@@ -26,7 +26,7 @@ NAMES: Mapping[Op, str] = MappingProxyType(
         Op.FORWARD: "forward", Op.RECOMPUTE: "forward again (recomputation)", Op.BACKWARD: "backward",
         Op.BACKWARD_INPUT: "backward: gradients of inputs",
         Op.BACKWARD_WEIGHT: "backward: gradients of weights",
-        Op.UPDATE: "weight update", Op.WAIT_REDUCE: "wait for the allreduce of gradients",
+        Op.UPDATE: "weight update", Op.WAIT_REDUCE: "wait for other replicas",
     }
 )  # fmt: skip
 """What people call each operation."""

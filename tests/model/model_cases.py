@@ -322,6 +322,7 @@ class RandomMasks(nn.Module):
         super().__init__()
         self.a, self.drop = nn.Linear(6, 6), nn.Dropout(0.4)
         self.lstm = nn.LSTM(6, 6, num_layers=2, dropout=0.3, batch_first=True)
+        self.in_place = nn.Dropout(0.2, inplace=True)
         self.norm, self.head = nn.LayerNorm(6), nn.Linear(6, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -330,7 +331,8 @@ class RandomMasks(nn.Module):
         x = F.dropout(x, 0.2, self.training)
         out, _ = self.lstm(x.unsqueeze(1).expand(-1, 3, -1))
         out = self.drop(out)  # which is transposed in memory, until it crosses a boundary
-        return self.head(self.norm(out[:, -1]))
+        out = self.in_place(self.norm(out).transpose(1, 2))
+        return self.head(out[..., -1])
 
 
 class Encoder(nn.Module):

@@ -67,7 +67,7 @@ def test_equals_the_users_own_module(name: str, data: st.DataObject) -> None:
 
 
 @settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
-@given(cuts=st.lists(st.integers(1, 10), max_size=3, unique=True), microbatch=st.integers(0, 5))
+@given(cuts=st.lists(st.integers(1, 12), max_size=3, unique=True), microbatch=st.integers(0, 5))
 def test_random_masks_do_not_depend_on_the_partition(cuts: list[int], microbatch: int) -> None:
     traced, batch = traced_case("random_masks"), CASES["random_masks"].batch(ROWS)
     one, many = Chain(traced, cut(traced, [])), Chain(traced, cut(traced, cuts))

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from harness import assert_same, make_plan, run_config, serialise_forwards, traced, train_local
 from torch import Tensor, nn
 
 from pdmpi.config.run import RunConfig
-from pdmpi.errors import InputError
+from pdmpi.errors import InputError, PdmpiError
 from pdmpi.model.build import build_stage, load_factory
 from pdmpi.model.optimizer import make_optimizer
 from pdmpi.plan.plan import Plan
@@ -48,12 +49,12 @@ def test_one_layer(shape: tuple[int, ...], dtype: torch.dtype) -> None:
         layer = layers[transport.rank]
         joint = JointNormalisation(layer, transport, [0, 1, 2], host_memory)
         mine = batch.chunk(3)[transport.rank].clone().requires_grad_()
-        joint.begin(0, leaves=True, takes=False)
-        with torch.no_grad():
+        with joint.running(0, leaves=True, takes=False), torch.no_grad():
             layer(mine)
-        joint.begin(0, leaves=False, takes=True)
-        made = layer(mine)
+        with joint.running(0, leaves=False, takes=True):
+            made = layer(mine)
         made.backward(weights.chunk(3)[transport.rank])
+        joint.check()
         return made.detach(), mine.grad, [p.grad for p in layer.parameters() if p.grad is not None]
 
     found = LocalWorld(3).run(replica)
@@ -128,9 +129,7 @@ def test_alone_they_differ() -> None:
 def test_replicas_that_would_wait_for_ever_are_refused_with_the_remedy() -> None:
     given = configured("1f1b").model_dump()
     given["schedule"]["microbatches"] = 6
-    with pytest.raises(
-        InputError, match=r"for ever, since schedule '1f1b' .* --extra-in-flight 1$"
-    ):
+    with pytest.raises(InputError, match=r"for ever, since schedule '1f1b' .* --extra-in-flight 1$"):
         trained(given)
     given["schedule"]["extra_in_flight"] = 1
     assert all(tensor.isfinite().all() for state in trained(given) for tensor in state.values())
@@ -148,3 +147,79 @@ def test_refused(schedule: str, why: str) -> None:
     )  # fmt: skip
     with pytest.raises(InputError, match=f"batch_norm = \"synchronised\", but schedule '{schedule}' .*{why}"):
         train_local(config, make_plan(config, [2, 2]))
+
+
+class Own(nn.BatchNorm2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).relu()
+
+
+class ByHand(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.batch_norm(x, None, None, training=True)
+
+
+class Decides(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x) if x.sum() > 0 else x
+
+
+class Around(nn.Module):
+    """What is no Sequential is looked into."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.conv, self.inner, self.head = nn.Conv2d(1, 4, 3), inner, nn.Linear(4 * 36, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.inner(self.conv(x)).flatten(1))
+
+
+def own() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(1, 4, 3), Own(4), nn.Flatten(), nn.Linear(4 * 36, 10))
+
+
+def by_hand() -> nn.Module:
+    return Around(ByHand())
+
+
+def decides() -> nn.Module:
+    return Around(Decides())
+
+
+@pytest.mark.parametrize(("factory", "why"), [
+    ("own", "Own has a forward of its own"), ("by_hand", "batch_norm is called as a function"),
+    ("decides", "a batch normalisation runs where what it does depends on the values of a tensor"),
+])  # fmt: skip
+def test_layers_that_cannot_are_refused(factory: str, why: str) -> None:
+    given = configured("1f1b").model_dump()
+    given["model"]["factory"] = f"test_joint_norm:{factory}"
+    config = RunConfig.model_validate(given)
+    with pytest.raises(InputError, match=f"{why}.* in layer '.*', which has replicas; set it to"):
+        train_local(config, make_plan(config, [2]))
+    plain = config.model_copy(update={"train": config.train.model_copy(update={"batch_norm": "microbatch"})})
+    assert len(train_local(plain, make_plan(plain, [2]))) == 2
+
+
+def test_replicas_that_run_different_layers_do_not_train_on() -> None:
+    def replica(transport: Transport) -> None:
+        transport.prepare([range(2)], ["float64"])
+        layers = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3))
+        joint = JointNormalisation(layers, transport, [0, 1], host_memory)
+        with joint.running(0, leaves=False, takes=False):
+            layers[transport.rank](torch.randn(4, 3))
+        joint.check()
+
+    with pytest.raises(PdmpiError, match="ran different batch normalisations at the same time"):
+        LocalWorld(2).run(replica)
+
+
+def test_a_second_run_in_the_backward_is_refused() -> None:
+    layer = nn.BatchNorm1d(3)
+    JointNormalisation(layer, LocalWorld(1).transport(0), [0], host_memory)
+    with pytest.raises(InputError, match=r"torch.utils.checkpoint.*leave that to \[schedule\] recompute"):
+        layer(torch.randn(4, 3))

@@ -44,8 +44,8 @@ def _alone(program: Program, rank: int, group: int, computed: NDArray[np.int64])
     met = np.ones(len(computed), bool)
     expected = np.zeros(len(rows), bool)
     for op, before in ((Op.POST_REDUCE, 2), (Op.WAIT_REDUCE, 1)):
-        at = computed - before
-        met &= (at >= 0) & (rows[at, 0] == op) & (rows[at, 3] == group) & (rows[at, 2] == last)
+        at = np.maximum(computed - before, 0)
+        met &= (rows[at, 0] == op) & (rows[at, 3] == group) & (rows[at, 2] == last)
         expected[at] = True
     for i in np.flatnonzero(split | ~met).tolist():
         text = (
