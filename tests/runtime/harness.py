@@ -173,7 +173,7 @@ def train_local(
     config: RunConfig, plan: Plan, *, rendezvous: bool = True, seed: int | None = None
 ) -> list[dict[str, Tensor]]:
     """Train on ranks that are threads; return each rank's state."""
-    world = LocalWorld(plan.num_ranks, rendezvous, seed=seed)
+    world = LocalWorld(plan.num_ranks, rendezvous, seed=seed, timeout_s=600)  # it finds deadlocks at once
     return world.run(lambda transport: train_rank(config, plan, transport)[0])
 
 
