@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from pdmpi.errors import InputError, PdmpiError
 from pdmpi.runtime.slots import Allocate
-from pdmpi.runtime.statistics import move, sums_of
+from pdmpi.runtime.statistics import all_but_channels, exact, move, sums_of
 from pdmpi.transport.base import Bound, Transport
 
 __all__ = ["JointNormalisation"]
@@ -156,32 +156,30 @@ class _Normalise(torch.autograd.Function):
         sums: Tensor,
         sum_over: SumOver,
     ) -> Tensor:
-        exact = _exact(values)
+        x = exact(values)
         mean, mean_of_squares = (sums[1:] / sums[0]).view(2, -1)
         invstd = ((mean_of_squares - mean * mean).clamp_(min=0) + eps).rsqrt()
         ctx.save_for_backward(values, weight, bias, mean, invstd)
         ctx.number, ctx.sum_over = sums[0], sum_over
-        made = (exact - _spread(mean, exact)) * _spread(invstd, exact)
+        made = (x - _spread(mean, x)) * _spread(invstd, x)
         if weight is not None:
-            made = made * _spread(weight, exact)
+            made = made * _spread(weight, x)
         if bias is not None:
-            made = made + _spread(bias, exact)
+            made = made + _spread(bias, x)
         return made.to(values.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         values, weight, bias, mean, invstd = ctx.saved_tensors
-        over = [i for i in range(values.dim()) if i != 1]
-        exact, arriving = _exact(values), _exact(gradient)
-        normal = (exact - _spread(mean, exact)) * _spread(invstd, exact)
+        over = all_but_channels(values)
+        x, arriving = exact(values), exact(gradient)
+        normal = (x - _spread(mean, x)) * _spread(invstd, x)
         of_bias = arriving.sum(over, dtype=torch.float64)
         of_weight = (arriving * normal).sum(over, dtype=torch.float64)
         sums = ctx.sum_over(torch.cat([of_bias.new_zeros(1), of_bias, of_weight]))
         level, slope = (sums[1:] / ctx.number).view(2, -1)
         scale = invstd if weight is None else invstd * weight
-        of_values = _spread(scale, exact) * (
-            arriving - _spread(level, exact) - normal * _spread(slope, exact)
-        )
+        of_values = _spread(scale, x) * (arriving - _spread(level, x) - normal * _spread(slope, x))
         return (
             of_values.to(values.dtype),
             None if weight is None else of_weight.to(weight.dtype),
@@ -190,10 +188,6 @@ class _Normalise(torch.autograd.Function):
             None,
             None,
         )
-
-
-def _exact(values: Tensor) -> Tensor:
-    return values if values.dtype in (torch.float32, torch.float64) else values.float()
 
 
 def _spread(per_channel: Tensor, like: Tensor) -> Tensor:

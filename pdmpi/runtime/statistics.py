@@ -28,7 +28,10 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from pdmpi.runtime.slots import Allocate
 from pdmpi.transport.base import Transport
 
-__all__ = ["MinibatchStatistics", "average_statistics", "move", "running_statistics", "sums_of"]
+__all__ = [
+    "MinibatchStatistics", "all_but_channels", "average_statistics", "exact", "move", "running_statistics",
+    "sums_of",
+]  # fmt: skip
 
 
 class MinibatchStatistics:
@@ -91,11 +94,20 @@ class MinibatchStatistics:
 
 def sums_of(values: Tensor) -> Tensor:
     """Return count, sum and sum of squares of a layer's input, by channel, in float64: shape (1 + 2 C)."""
-    exact = values if values.dtype in (torch.float32, torch.float64) else values.float()
     number = values.numel() // values.shape[1]
-    variance, mean = torch.var_mean(exact, [i for i in range(exact.dim()) if i != 1], correction=0)
+    variance, mean = torch.var_mean(exact(values), all_but_channels(values), correction=0)
     mean, variance = mean.double(), variance.double()
     return torch.cat([mean.new_full((1,), number), number * mean, number * (variance + mean * mean)])
+
+
+def exact(values: Tensor) -> Tensor:
+    """Return values in the type that they are normalised in: float32 for those of sixteen bits."""
+    return values if values.dtype in (torch.float32, torch.float64) else values.float()
+
+
+def all_but_channels(values: Tensor) -> list[int]:
+    """Return the dimensions that a layer normalises over."""
+    return [i for i in range(values.dim()) if i != 1]
 
 
 @torch.no_grad()

@@ -9,9 +9,10 @@ import numpy as np
 from shapes import loop, straight
 
 from pdmpi.plan.plan import ScheduleChoice
+from pdmpi.schedule.check import violations
 from pdmpi.schedule.program import OPERANDS, Group, Op, Program, Topology
 from pdmpi.schedule.registry import generate
-from pdmpi.schedule.violation import Fault
+from pdmpi.schedule.violation import Fault, Violation
 
 
 def program_of(name: str, *replicas: int, number: int = 4, microbatches: int = 1, **choice) -> Program:
@@ -292,6 +293,17 @@ def group_of_others():
 def rank_missing():
     p = program_of("pipedream", 1, 1)
     return dataclasses.replace(p, rows=p.rows[:1])
+
+
+def last_group_twice(p: Program) -> Program:
+    return dataclasses.replace(p, groups=(*p.groups, p.groups[-1]))
+
+
+def assert_found(program: Program, fault: Fault, message: str) -> list[Violation]:
+    """The checker says this of a program; return all that it says."""
+    found = violations(program)
+    assert any(v.fault is fault and message in v.message for v in found), "\n".join(map(str, found))
+    return found
 
 
 FAULTS: list[tuple[Callable[[], Program], Fault, str]] = [

@@ -6,6 +6,7 @@ import pytest
 import symbolic
 from broken import (
     FAULTS,
+    assert_found,
     blocking_sends,
     changed,
     has_a_forward_twice,
@@ -34,8 +35,7 @@ from pdmpi.schedule.violation import Fault
 @pytest.mark.parametrize(("broken", "fault", "message"), FAULTS, ids=[f[0].__name__ for f in FAULTS])
 def test_every_kind_of_fault_is_named(broken, fault, message):
     program = broken()
-    found = violations(program)
-    assert any(v.fault is fault and message in v.message for v in found), "\n".join(map(str, found))
+    found = assert_found(program, fault, message)
     with pytest.raises(UnsafeProgram, match="is unsafe") as caught:
         check(program)
     placed = [v for v in found if v.rank >= 0]
