@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +26,10 @@ from pdmpi.graph.graph import INPUT
 from pdmpi.model.build import build_stage, load_factory
 from pdmpi.model.example import cast_floating, dtype_of, example_batch, microbatch_size
 from pdmpi.model.optimizer import make_optimizer
+from pdmpi.model.precision import autocasting, is_sixteen_bits
 from pdmpi.model.timing import Clock, LayerSample, SavedBytes, Step, torch_threads
 from pdmpi.model.trace import TracedModel, trace_model
+from pdmpi.model.weights import WeightRing
 from pdmpi.plan.profile import LayerCost, Profile
 
 __all__ = ["machine_facts", "profile_model"]
@@ -95,8 +98,9 @@ def profile_model(
             stages = {
                 layer.name: build_stage(traced, [layer.name], device=place, last=False) for layer in chunk
             }
+            criterion = (lambda output: loss(output, target)) if last else None
             step = Step(
-                traced, stages, values, (lambda output: loss(output, target)) if last else None, clock
+                traced, stages, values, criterion, clock, precision=partial(autocasting, dtype, place)
             )
             _repeat(step, saved, repeats, budget_s * len(chunk) / len(layers))
             samples.update(step.samples)
@@ -255,22 +259,22 @@ def _optimizer_costs(
     rows = _OPTIMIZER_BYTES // (width * torch.empty(0, dtype=dtype).element_size())
     weights = [torch.randn(rows, width, device=device).to(dtype) for _ in range(tensors)]
     gradients = [torch.randn_like(weight) for weight in weights]
-    rounds = dtype in (torch.bfloat16, torch.float16)
-    masters = [nn.Parameter(weight.float() if rounds else weight) for weight in weights]
-    optimizer = make_optimizer(config, masters, device)
+    ring = WeightRing(
+        {str(i): nn.Parameter(weight) for i, weight in enumerate(weights)},
+        num_slots=1,
+        make_optimizer=lambda masters: make_optimizer(config, masters.values(), device),
+    )
     seconds = []
     for _ in range(5):
+        for parameter, gradient in zip(ring.parameters.values(), gradients, strict=True):
+            parameter.grad = gradient
         start = clock.mark()
-        for master, gradient in zip(masters, gradients, strict=True):
-            master.grad = gradient.to(master.dtype)
-        optimizer.step()
-        if rounds:
-            with torch.no_grad():
-                torch._foreach_copy_(weights, [*masters])
+        ring.update(0, 0, 1.0)
         end = clock.mark()
         clock.finish()
         seconds.append(clock.between(start, end))
-    state = [t for held in optimizer.state.values() for t in held.values() if isinstance(t, Tensor)]
-    state += masters if rounds else []
+    assert ring.optimizer is not None
+    state = [t for held in ring.optimizer.state.values() for t in held.values() if isinstance(t, Tensor)]
+    state += ring.masters.values() if is_sixteen_bits(dtype) else []
     nbytes = sum(weight.nbytes for weight in weights)
     return sum(t.nbytes for t in state) / nbytes, statistics.median(seconds) / nbytes

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -122,6 +122,10 @@ class Step:
     criterion
         From the model's outputs to the loss, when the last layer is among these; its time
         counts for that layer.
+    clock
+        Of the device.
+    precision
+        Makes what forwards and the loss run in, as in training.
     """
 
     def __init__(
@@ -131,6 +135,8 @@ class Step:
         values: Mapping[Ref, Tensor],
         criterion: Any,
         clock: Clock,
+        *,
+        precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self.samples = {name: LayerSample() for name in stages}
         self.values: dict[Ref, Tensor] = dict(values)
@@ -139,6 +145,7 @@ class Step:
         self._before = dict(values)
         self._criterion = criterion
         self._clock = clock
+        self._precision = precision
         self._grads: dict[Ref, Tensor] = {}
         self._graph: Any = None
         self._marks: _Marks | None = None
@@ -151,7 +158,8 @@ class Step:
             inputs = self._inputs(stage)
             if self._clock.on_cuda:
                 torch.cuda.reset_peak_memory_stats()
-            outputs, kept = saved.run(stage, inputs, 0)
+            with self._precision():
+                outputs, kept = saved.run(stage, inputs, 0)
             if self._clock.on_cuda:
                 peak = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
                 self.samples[name].workspace_bytes = max(0, peak)
@@ -205,7 +213,8 @@ class Step:
         for name, stage in self._stages.items():
             inputs = self._inputs(stage)
             start = clock.mark()
-            outputs = stage(inputs, 0)
+            with self._precision():
+                outputs = stage(inputs, 0)
             forward[name] = start, clock.mark()
             runs[name] = self._keep(inputs, outputs)
         loss = self._loss()
@@ -246,7 +255,8 @@ class Step:
             for ref in graph.outputs
         }
         start = self._clock.mark()
-        loss = self._criterion(self._traced.unflatten(outputs))
+        with self._precision():
+            loss = self._criterion(self._traced.unflatten(outputs))
         middle = self._clock.mark()
         if loss.requires_grad:
             loss.backward()

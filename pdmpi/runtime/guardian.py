@@ -31,7 +31,7 @@ NUM_COLUMNS = 8
 """Integers in a row; the same as the program's (this file imports nothing of the package)."""
 
 NOWHERE = -1
-"""The number before the first instruction."""
+"""The number outside of programs."""
 
 _DIED_GRACE_S = 2.0
 _TOLD_GRACE_S = 15.0
@@ -53,7 +53,7 @@ def state_of(pid: int) -> str:
 
 
 def instruction_at(recorder: int, templates: list[str]) -> str:
-    """Return what a rank is at, ``" in instruction 12, FORWARD s1 k5 ..."``, or nothing.
+    """Return what a rank is at, ``" in instruction 12, FORWARD s1 k5 ..."``; nothing before any program.
 
     Parameters
     ----------
@@ -65,9 +65,11 @@ def instruction_at(recorder: int, templates: list[str]) -> str:
     head = os.pread(recorder, HEAD_BYTES, 0)
     number = struct.unpack("q", head[NUMBER])[0] if len(head) == HEAD_BYTES else NOWHERE
     width = 4 * NUM_COLUMNS
-    packed = os.pread(recorder, width, HEAD_BYTES + number * width) if number != NOWHERE else b""
+    packed = os.pread(recorder, width, HEAD_BYTES + max(number, 0) * width)
     if len(packed) < width:
         return ""
+    if number == NOWHERE:
+        return " between programs"
     row = struct.unpack(f"{NUM_COLUMNS}i", packed)
     return f" in instruction {number}, {templates[row[0]].format(*row)}"
 

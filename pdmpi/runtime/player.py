@@ -13,7 +13,9 @@ from torch import Tensor
 
 from pdmpi.errors import PdmpiError
 from pdmpi.graph import Ref
+from pdmpi.model.precision import autocasting
 from pdmpi.model.stage import StageModule
+from pdmpi.model.weights import WeightRing
 from pdmpi.runtime.boundary import Boundary
 from pdmpi.runtime.feed import Batch, Feed
 from pdmpi.runtime.gradients import GradientReducer
@@ -23,7 +25,6 @@ from pdmpi.runtime.run import StageRun
 from pdmpi.runtime.softening import Softening
 from pdmpi.runtime.split import SplitBackward
 from pdmpi.runtime.statistics import MinibatchStatistics
-from pdmpi.runtime.weights import WeightRing
 from pdmpi.schedule.program import NO_SLOT
 
 __all__ = ["Criterion", "Player"]
@@ -52,9 +53,8 @@ class Player:
         Its boundary regions.
     reducer
         Sums gradients over the stage's replicas; ``None`` for a straight stage.
-    autocast
-        Sixteen-bit type that forwards compute in where that is safe; None computes in the
-        parameters' own.
+    dtype
+        Of the parameters; forwards and losses run in what `autocasting` gives for it.
     device
         Where it computes.
     scale
@@ -80,7 +80,7 @@ class Player:
         reducer: GradientReducer | None,
         device: torch.device,
         scale: float,
-        autocast: torch.dtype | None = None,
+        dtype: torch.dtype = torch.float32,
         softening: Softening | None = None,
         limit: Limit | None = None,
         statistics: MinibatchStatistics | None = None,
@@ -92,7 +92,7 @@ class Player:
         self._reducer = reducer
         self._device = device
         self._scale = scale
-        self._autocast = autocast
+        self._dtype = dtype
         self._softening = softening
         self._limit = limit
         self._statistics = statistics
@@ -320,14 +320,9 @@ class Player:
             return nullcontext()
         return self._joint_norm.running(k, leaves=not keep and self.module.training, takes=recompute)
 
-    def _precision(self) -> AbstractContextManager[Any]:
-        if self._autocast is None:
-            return nullcontext()
-        return torch.autocast(self._device.type, self._autocast, cache_enabled=False)
-
     def _run(self, k: int, inputs: int, *, keep: bool, recompute: bool = False) -> StageRun:
         fed = self._fed.get(k, _NOTHING_FED)
-        with nullcontext() if keep else torch.no_grad(), self._precision():
+        with nullcontext() if keep else torch.no_grad(), autocasting(self._dtype, self._device):
             leaves = {ref: slots[inputs] for ref, slots in self._leaves.items()}
             if self._statistics is not None:
                 self._statistics.counts = not recompute

@@ -20,6 +20,7 @@ from pdmpi.model.build import build_stage, load_factory
 from pdmpi.model.example import dtype_of, example_batch, microbatch_size
 from pdmpi.model.optimizer import check_optimizer, make_optimizer, parameter_groups
 from pdmpi.model.trace import TracedModel, trace_model
+from pdmpi.model.weights import WeightRing
 from pdmpi.plan.plan import Plan, ScheduleChoice
 from pdmpi.plan.terms import SCHEDULES
 from pdmpi.runtime.boundary import boundary_of
@@ -34,7 +35,6 @@ from pdmpi.runtime.player import Player
 from pdmpi.runtime.slots import Allocate, device_memory, host_memory
 from pdmpi.runtime.softening import Softening
 from pdmpi.runtime.statistics import MinibatchStatistics
-from pdmpi.runtime.weights import WeightRing
 from pdmpi.schedule.check import violations
 from pdmpi.schedule.program import ALL_STAGES, Op, Program, Topology
 from pdmpi.schedule.registry import program_of
@@ -358,7 +358,7 @@ def build_rank(
             device=device,
             scale=1.0 / training.microbatches_per_update[stage],
             softening=_softening(config, training, stage, weights),
-            autocast=dtype_of(config) if config.train.dtype in ("bfloat16", "float16") else None,
+            dtype=dtype_of(config),
             limit=limit,
             statistics=(
                 MinibatchStatistics(module, transport, ranks, allocate)

@@ -13,6 +13,9 @@ import pytest
 from faults.fault_run import make_run
 from launch import PDMPI, each_mpi, start
 
+from pdmpi.runtime.guardian import instruction_at
+from pdmpi.schedule.program import TEMPLATES
+
 LIMIT_S = 10.0
 
 
@@ -40,6 +43,14 @@ def pid_of(rank: int, run_dir: Path) -> int:
     raise LookupError(f"no rank {rank}")
 
 
+def is_in_a_program(pid: int) -> bool:
+    """Whether a rank runs an instruction now, by what it left for the guardian to read."""
+    descriptors = Path(f"/proc/{pid}/fd").iterdir()
+    recorder = next(fd for fd in descriptors if "pdmpi-recorder" in os.readlink(fd))
+    with recorder.open("rb") as file:
+        return " in instruction " in instruction_at(file.fileno(), list(TEMPLATES))
+
+
 def run_and_hit(files: Path, run_dir: Path, mpi: str, number: int) -> tuple[int, str]:
     """Send a signal to rank 2 once the run trains; return the exit code and stderr."""
     arguments = [*PDMPI, "train", files / "run.toml", "--plan", files / "2-1.h5", "--run-dir", run_dir]
@@ -47,13 +58,16 @@ def run_and_hit(files: Path, run_dir: Path, mpi: str, number: int) -> tuple[int,
     job = start(3, arguments, mpi)
     try:
         deadline = begin + 600
-        metrics = run_dir / "metrics.jsonl"
-        while not (metrics.exists() and metrics.stat().st_size > 1000):
+        metrics, pid = run_dir / "metrics.jsonl", 0
+        while not (pid and is_in_a_program(pid)):
             assert job.poll() is None, job.communicate()
             assert time.monotonic() < deadline
-            time.sleep(0.1)
+            if metrics.exists() and metrics.stat().st_size > 1000:
+                pid = pid or pid_of(2, run_dir)
+            else:
+                time.sleep(0.1)
         limit_s = LIMIT_S + time.monotonic() - begin  # a machine that starts slowly ends slowly
-        os.kill(pid_of(2, run_dir), number)
+        os.kill(pid, number)
         _, stderr = job.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
         pytest.fail(f"still running {limit_s:.1f} s after signal {number}")

@@ -122,7 +122,8 @@ class Bench:
         for _ in range(PASSES):
             position = trainer.epoch(position)
         timeline = trainer.timeline()
-        mine = json.dumps([self._memory(trainer), self._graphs(trainer)]).encode()
+        allocated = torch.cuda.max_memory_allocated()
+        mine = json.dumps([self._memory(trainer), self._graphs(trainer), allocated]).encode()
         everyone = [json.loads(part) for part in self.transport.gather(mine)]
         if timeline is None:
             return {}
@@ -136,6 +137,8 @@ class Bench:
             "busy": [rank.utilisation for rank in report.ranks],
             "memory_bytes": [part[0] for part in everyone],
             "predicted_memory_bytes": [rank.memory_bytes for rank in report.ranks],
+            "predicted_memory_parts": [rank.memory_parts for rank in report.ranks],
+            "allocated_bytes": [part[2] for part in everyone],
             "graphs": [part[1] for part in everyone],
             "plan": f"{plan.schedule.name} {'-'.join(str(s.replicas) for s in plan.stages)} "
                     f"+{plan.schedule.extra_in_flight}, {plan.schedule.microbatches} microbatches",

@@ -18,15 +18,17 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from pdmpi.model.fused_step import fused_step
+from pdmpi.model.precision import is_sixteen_bits
+
 __all__ = ["WeightRing"]
 
 _ALIGNMENT_BYTES = 64
-_SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
 def _master(view: Tensor) -> Tensor:
     """Return what the optimizer steps where versions are rounded: float32 for 16 bits, else a copy."""
-    return view.float() if view.dtype in _SIXTEEN_BITS else view.clone()
+    return view.float() if is_sixteen_bits(view.dtype) else view.clone()
 
 
 def _flat_views(like: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -77,10 +79,11 @@ class WeightRing:
         with torch.no_grad():
             for view, parameter in zip(self._views[0], self._own, strict=True):
                 view.copy_(parameter)
-        self._rounds = any(p.dtype in _SIXTEEN_BITS for p in self._own)
+        self._rounds = any(is_sixteen_bits(p.dtype) for p in self._own)
         held = [_master(view) for view in self._views[0]] if self._rounds else self._views[0]
         self._masters = {name: nn.Parameter(v) for name, v in zip(parameters, held, strict=True)}
         self.optimizer = make_optimizer(self._masters)
+        self._fused = fused_step(self.optimizer, self._own)
         self._selected = -1
         self._newest = 0
         self.select(0)
@@ -119,8 +122,17 @@ class WeightRing:
 
     def update(self, read: int, write: int, scale: float) -> None:
         """Step from the version in ``read`` to ``write`` with the gradients times ``scale``; clear them."""
-        self.gather(scale)
-        self.step(read, write)
+        if self._fused is None:
+            self.gather(scale)
+            self.step(read, write)
+            return
+        pairs = list(zip(self._own, self._masters.values(), strict=True))
+        gradients = {master: own.grad for own, master in pairs if own.grad is not None}
+        versions = {master: view for (_, master), view in zip(pairs, self._views[write], strict=True)}
+        self._fused(gradients, versions, scale)
+        for own in self._own:
+            own.grad = None
+        self._newest = write
 
     def gather(self, scale: float) -> list[Tensor]:
         """Hand the gradients times ``scale`` to the optimizer, clear the module's, and return them."""
