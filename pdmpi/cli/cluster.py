@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -20,23 +21,32 @@ __all__ = ["command"]
 @click.command()
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Cluster file to write (TOML).")
 @click.option("--force", is_flag=True, help="Overwrite the output.")
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="What the ranks will compute on, as in [train] device.",
+)
 @json_option
-def command(output: Path | None, force: bool, as_json: bool) -> None:
-    """Measure the links and cores of the ranks that it is started with, and write a cluster file.
+def command(output: Path | None, force: bool, device: str, as_json: bool) -> None:
+    """Measure the links and devices of the ranks that it is started with, and write a cluster file.
 
-    Start it as the training will be started.  A device is one rank's share of the host's cores;
-    its speed is relative to a core that computes alone, as `pdmpi profile` does.
+    Start it as the training will be started.  A device is the GPU that a rank drives, or else
+    one rank's share of the host's cores; its speed is then relative to a core that computes alone,
+    as `pdmpi profile` does.
 
     \b
     Examples:
       mpirun -n 4 pdmpi cluster -o cluster.toml
       srun --mpi=pmix pdmpi cluster --json
+      mpirun -n 4 pdmpi cluster --device cpu
     """
     from pdmpi.runtime.agree import from_rank_0
-    from pdmpi.runtime.cluster import measured_cluster
-    from pdmpi.transport.mpi import MpiTransport
+    from pdmpi.runtime.cluster import SUM_BYTES, measured_cluster, measured_sum_s
+    from pdmpi.runtime.place import open_on
 
-    transport = MpiTransport()
+    transport, place, notes = open_on(device)
 
     def check() -> bytes:
         if output is not None:
@@ -44,11 +54,14 @@ def command(output: Path | None, force: bool, as_json: bool) -> None:
         return b""
 
     from_rank_0(transport, check)
-    cluster = measured_cluster(transport)
+    cluster = measured_cluster(transport, place)
+    sum_s = measured_sum_s(transport, place)
     if transport.rank == 0:
         if output is not None:
             _write(output, cluster)
-        emit(cluster, [_levels(cluster), _devices(cluster, output)], as_json)
+        summed = f"a sum of {human_bytes(SUM_BYTES)} over all ranks takes {human_seconds(sum_s)}"
+        data = {**asdict(cluster), "sum_bytes": SUM_BYTES, "sum_s": sum_s, "notes": notes}
+        emit(data, [_levels(cluster), _devices(cluster, output), summed, *notes], as_json)
     transport.close()
 
 
@@ -77,7 +90,8 @@ def _levels(cluster: Cluster) -> Table:
 def _devices(cluster: Cluster, output: Path | None) -> str:
     device = cluster.device(0)
     written = f"; written to {output}" if output is not None else ""
+    speed = f" and {device.relative_speed:.0%} of a core's speed" if device.name == "cpu" else ""
     return (
-        f"{cluster.num_devices} devices, {cluster.devices_per_node} a host, each with "
-        f"{human_bytes(device.memory_bytes)} and {device.relative_speed:.0%} of a core's speed{written}"
+        f"{cluster.num_devices} devices ({device.name}), {cluster.devices_per_node} a host, each with "
+        f"{human_bytes(device.memory_bytes)}{speed}{written}"
     )

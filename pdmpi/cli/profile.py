@@ -96,6 +96,7 @@ def _summary(profile: Profile, output: Path) -> dict[str, object]:
         "parameter_bytes": sum(cost.parameter_bytes for cost in profile.costs),
         "optimizer_state_factor": profile.optimizer_state_factor,
         "update_s_per_byte": profile.update_s_per_byte,
+        "accumulate_s_per_byte": profile.accumulate_s_per_byte,
         "machine": dict(profile.machine),
         "layers": layers,
     }

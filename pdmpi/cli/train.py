@@ -96,7 +96,7 @@ def command(
         StopRequest(signals, deadline_unix_s=limit, margin_s=run.checkpoint.margin_s, notice=notice) as stop,
     ):
         plan = plan_from_bytes(from_rank_0(transport, lambda: plan_to_bytes(load_plan(plan_path))))
-        plan = fitted(plan, transport, replan == "auto", run.schedule, notice)
+        plan = fitted(plan, transport, replan == "auto", run.schedule, notice, device)
         directory = run_dir or Path(run.output.run_dir)
         label = label_of(plan, transport.rank) or "no stage"
         stages = [place.stage for place in plan.placement if place.rank == transport.rank]
@@ -106,6 +106,7 @@ def command(
             for line in notes:
                 notice(line)
             trainer = Trainer(run, plan, transport, load_datasets(run), shown, device, watch.recorder)
+            held.callback(trainer.close)
             from_rank_0(transport, lambda: _lock(directory, job, held))  # after all checks of the input
             for line in network_notes(plan, transport, [peer.host for peer in watch.peers]):
                 notice(line)

@@ -170,7 +170,8 @@ def fused_step(optimizer: torch.optim.Optimizer | None, parameters: Sequence[Ten
 class FusedStep:
     """Steps an optimizer's float32 masters by bfloat16 gradients and rounds a new version from them.
 
-    Its state is the optimizer's own, which is made at the first step.
+    Its state is the optimizer's own.  It is made here, before any activations: among those it would
+    keep whole segments of the allocator from being given back.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, knobs: _Knobs, cupy: Any) -> None:
@@ -180,6 +181,9 @@ class FusedStep:
         options = (f"-DMOST={_MOST}", f"-DTHREADS={_THREADS}", f"-DCHUNK={_CHUNK}")
         module = cupy.RawModule(code=_SOURCE, options=options)
         self._kernels = {name: module.get_function(name) for name in ("sgd0", "sgd1", "adam")}
+        for group in optimizer.param_groups:
+            for master in group["params"]:
+                _state_of(optimizer, master, knobs(group)[0])
 
     def __call__(
         self,

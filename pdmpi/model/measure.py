@@ -30,7 +30,7 @@ from pdmpi.model.precision import autocasting, is_sixteen_bits
 from pdmpi.model.timing import Clock, LayerSample, SavedBytes, Step, torch_threads
 from pdmpi.model.trace import TracedModel, trace_model
 from pdmpi.model.weights import WeightRing
-from pdmpi.plan.profile import LayerCost, Profile
+from pdmpi.plan.profile import CUDA_GRAPHS, LayerCost, Profile
 
 __all__ = ["machine_facts", "profile_model"]
 
@@ -90,6 +90,7 @@ def profile_model(
     target = cast_floating(target, dtype, place)
     values = traced.flatten(cast_floating(source, dtype, place))
     samples: dict[str, LayerSample] = {}
+    graphed = True
     saved, clock, done = SavedBytes(traced), Clock(place), 0
     room = _free_bytes(place) // 2 if memory_bytes is None else memory_bytes
     with torch_threads(config.train.threads), _own_stream(place):
@@ -103,21 +104,24 @@ def profile_model(
                 traced, stages, values, criterion, clock, precision=partial(autocasting, dtype, place)
             )
             _repeat(step, saved, repeats, budget_s * len(chunk) / len(layers))
+            graphed = graphed and step.is_captured
             samples.update(step.samples)
             values = _live(traced, step.values, chunk[-1])
             done += len(chunk)
             if tell is not None:
                 tell(done, len(layers), chunk[-1].name)
+        facts = {CUDA_GRAPHS: "yes" if graphed else "no"} if clock.on_cuda else {}
         overhead = _overhead(clock, place)
-        factor, update_s_per_byte = _optimizer_costs(config.optimizer, dtype, clock, place)
+        factor, update_s, accumulate_s = _optimizer_costs(config.optimizer, dtype, clock, place)
     owned = _OwnedBytes(traced)
     return Profile(
         graph=traced.graph,
         costs=tuple(_cost(layer, samples.get(layer.name), owned, overhead) for layer in traced.graph.layers),
         microbatch_size=microbatch_size(config),
         optimizer_state_factor=factor,
-        update_s_per_byte=update_s_per_byte,
-        machine=machine_facts(place, config.train.threads),
+        update_s_per_byte=update_s,
+        accumulate_s_per_byte=accumulate_s,
+        machine={**machine_facts(place, config.train.threads), **facts},
     )
 
 
@@ -250,31 +254,49 @@ def _own_stream(device: torch.device) -> Iterator[None]:
 
 def _optimizer_costs(
     config: OptimizerConfig, dtype: torch.dtype, clock: Clock, device: torch.device
-) -> tuple[float, float]:
-    """Return (bytes of state, seconds of an update) for each byte of parameters.
+) -> tuple[float, float, float]:
+    """Return, for each byte of parameters, bytes of state, seconds of an update, and of adding gradients.
 
-    Where parameters have 16 bits, float32 masters are part of the state, and of what is updated.
+    Where parameters have 16 bits, float32 masters are part of the state, and of what is
+    updated.  Off a GPU the layers' own backwards add gradients, so that takes no time more.
     """
     tensors, width = (_LARGE_TENSORS, 4096) if clock.on_cuda else (1, 512)
     rows = _OPTIMIZER_BYTES // (width * torch.empty(0, dtype=dtype).element_size())
     weights = [torch.randn(rows, width, device=device).to(dtype) for _ in range(tensors)]
-    gradients = [torch.randn_like(weight) for weight in weights]
+    gradients, sums = ([torch.randn_like(weight) for weight in weights] for _ in range(2))
     ring = WeightRing(
         {str(i): nn.Parameter(weight) for i, weight in enumerate(weights)},
         num_slots=1,
         make_optimizer=lambda masters: make_optimizer(config, masters.values(), device),
     )
-    seconds = []
-    for _ in range(5):
+
+    def update() -> None:
         for parameter, gradient in zip(ring.parameters.values(), gradients, strict=True):
             parameter.grad = gradient
-        start = clock.mark()
         ring.update(0, 0, 1.0)
-        end = clock.mark()
-        clock.finish()
-        seconds.append(clock.between(start, end))
+
+    def add() -> None:
+        for total, gradient in zip(sums, gradients, strict=True):
+            total.add_(gradient)
+
+    update_s = _seconds(update, clock)
     assert ring.optimizer is not None
     state = [t for held in ring.optimizer.state.values() for t in held.values() if isinstance(t, Tensor)]
     state += ring.masters.values() if is_sixteen_bits(dtype) else []
     nbytes = sum(weight.nbytes for weight in weights)
-    return sum(t.nbytes for t in state) / nbytes, statistics.median(seconds) / nbytes
+    add_s = _seconds(add, clock) if clock.on_cuda else 0.0
+    return sum(t.nbytes for t in state) / nbytes, update_s / nbytes, add_s / nbytes
+
+
+def _seconds(work: Callable[[], None], clock: Clock) -> float:
+    """Return the median seconds of some work, in a CUDA graph where it can be captured, after one run."""
+    work()
+    chosen = clock.captured(work) or work
+    seconds = []
+    for _ in range(5):
+        start = clock.mark()
+        chosen()
+        end = clock.mark()
+        clock.finish()
+        seconds.append(clock.between(start, end))
+    return statistics.median(seconds)

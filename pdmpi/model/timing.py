@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,8 @@ from torch import Tensor
 from pdmpi.graph import Ref
 from pdmpi.model.stage import StageModule
 from pdmpi.model.trace import TracedModel
+
+T = TypeVar("T")
 
 __all__ = ["Clock", "LayerSample", "SavedBytes", "Step", "torch_threads"]
 
@@ -37,6 +39,29 @@ class Clock:
         """Wait until all work is done."""
         if self.on_cuda:
             torch.cuda.synchronize()
+
+    def captured(self, work: Callable[[], T]) -> Callable[[], T] | None:
+        """Return what replays a CUDA graph of some work and returns what the work returned, once.
+
+        None off a GPU, and for what a graph cannot hold.
+        """
+        if not self.on_cuda:
+            return None
+        graph = torch.cuda.CUDAGraph()
+        try:
+            torch.cuda.synchronize()
+            stream = torch.cuda.current_stream()
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                found = work()
+        except RuntimeError:
+            torch.cuda.synchronize()
+            return None
+
+        def replay() -> T:
+            graph.replay()
+            return found
+
+        return replay
 
     def between(self, start: Any, end: Any) -> float:
         """Return the seconds between two marks; call `finish` first."""
@@ -73,24 +98,30 @@ class SavedBytes:
         self, stage: StageModule, inputs: Mapping[Ref, Tensor], microbatch: int
     ) -> tuple[dict[Ref, Tensor], int]:
         """Run a stage; return its outputs and the bytes that it alone keeps."""
-        kept: dict[int, Tensor] = {}
-
-        def pack(tensor: Tensor) -> Tensor:
-            kept.setdefault(_memory(tensor), tensor)
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with _kept() as kept:
             outputs = stage(inputs, microbatch)
         for held in (*stage.parameters(), *stage.buffers()):
             kept.pop(_memory(held), None)
+        return outputs, self._own_bytes(kept, {**outputs, **inputs})
+
+    def loss(
+        self, criterion: Callable[[Mapping[Ref, Tensor]], Tensor], outputs: Mapping[Ref, Tensor]
+    ) -> tuple[Tensor, int]:
+        """Return the loss of the model's outputs and the bytes that it keeps beside them."""
+        with _kept() as kept:
+            loss = criterion(outputs)
+        return loss, self._own_bytes(kept, outputs)
+
+    def _own_bytes(self, kept: dict[int, Tensor], values: Mapping[Ref, Tensor]) -> int:
+        """Return the bytes of what was kept, without values that count already."""
         total = 0
-        for ref, tensor in {**outputs, **inputs}.items():
+        for ref, tensor in values.items():
             shared = self._traced.recording.facts[self._traced.value_of[ref].number].storage
             found = kept.pop(_memory(tensor), None)
             if found is not None and shared not in self._counted:
                 self._counted.add(shared)
                 total += found.untyped_storage().nbytes()
-        return outputs, total + sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+        return total + sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
 @dataclass
@@ -147,8 +178,7 @@ class Step:
         self._clock = clock
         self._precision = precision
         self._grads: dict[Ref, Tensor] = {}
-        self._graph: Any = None
-        self._marks: _Marks | None = None
+        self._replayed: Callable[[], _Marks] | None = None
 
     def warm_up(self, saved: SavedBytes) -> None:
         """Run once untimed, counting bytes."""
@@ -156,43 +186,51 @@ class Step:
         self.values = dict(self._before)
         for name, stage in self._stages.items():
             inputs = self._inputs(stage)
-            if self._clock.on_cuda:
-                torch.cuda.reset_peak_memory_stats()
-            with self._precision():
-                outputs, kept = saved.run(stage, inputs, 0)
-            if self._clock.on_cuda:
-                peak = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
-                self.samples[name].workspace_bytes = max(0, peak)
-            self.samples[name].saved_bytes = kept
+            with self._precision(), self._workspace(name):
+                outputs, self.samples[name].saved_bytes = saved.run(stage, inputs, 0)
             runs[name] = self._keep(inputs, outputs)
-        self._backward(runs)
+        if self._criterion is not None:
+            last = list(self._stages)[-1]
+            with self._workspace(last):
+                with self._precision():
+                    loss, kept = saved.loss(self._loss_of, self._outputs())
+                if loss.requires_grad:
+                    loss.backward()  # type: ignore[no-untyped-call]
+            self.samples[last].saved_bytes += kept
+        for name in reversed(list(runs)):
+            gradients = sum(p.nbytes for p in self._stages[name].parameters() if p.requires_grad)
+            with self._workspace(name, gradients):
+                _backward_of(runs.pop(name), self._grads)
+
+    @contextmanager
+    def _workspace(self, name: str, counted_bytes: int = 0) -> Iterator[None]:
+        """Note what a layer allocates at most while something runs, beyond what it leaves and has counted."""
+        if not self._clock.on_cuda:
+            yield
+            return
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        yield
+        left = max(before + counted_bytes, torch.cuda.memory_allocated())
+        peak = torch.cuda.max_memory_allocated() - left
+        sample = self.samples[name]
+        sample.workspace_bytes = max(sample.workspace_bytes, peak)
 
     def capture(self) -> None:
         """On a GPU, let the runs that follow be replays of a CUDA graph, as training's are.
 
         What a graph cannot hold (random numbers, a wait for the device) stays launched one by one.
         """
-        if not self._clock.on_cuda:
-            return
-        graph = torch.cuda.CUDAGraph()
-        try:
-            torch.cuda.synchronize()
-            stream = torch.cuda.current_stream()
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                marks = self._launch()
-        except RuntimeError:
-            torch.cuda.synchronize()
-            return
-        self._graph, self._marks = graph, marks
+        self._replayed = self._clock.captured(self._launch)
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether runs are replays."""
+        return self._replayed is not None
 
     def run(self) -> None:
         """Run once and add one sample to each layer."""
-        if self._graph is None:
-            marks = self._launch()
-        else:
-            assert self._marks is not None
-            marks = self._marks
-            self._graph.replay()
+        marks = self._launch() if self._replayed is None else self._replayed()
         self._clock.finish()
         between = self._clock.between
         for name, sample in self.samples.items():
@@ -238,10 +276,8 @@ class Step:
         marks = {}
         for name in reversed(list(runs)):
             run = runs.pop(name)
-            roots = {ref: t for ref, t in run.outputs.items() if t.requires_grad}
             start = self._clock.mark()
-            if roots:
-                torch.autograd.backward(list(roots.values()), [self._grads[ref] for ref in roots])
+            _backward_of(run, self._grads)
             marks[name] = start, self._clock.mark()
         return marks
 
@@ -249,18 +285,46 @@ class Step:
         """Run the loss on the model's outputs, if there is one; return the marks of its two directions."""
         if self._criterion is None:
             return None
+        outputs = self._outputs()
+        start = self._clock.mark()
+        with self._precision():
+            loss = self._loss_of(outputs)
+        middle = self._clock.mark()
+        if loss.requires_grad:
+            loss.backward()  # type: ignore[no-untyped-call]
+        return (start, middle), (middle, self._clock.mark())
+
+    def _outputs(self) -> dict[Ref, Tensor]:
+        """Return the model's outputs, for the loss to start from."""
         graph = self._traced.graph
-        outputs = {
+        return {
             ref: self.values[ref].detach().requires_grad_(graph.spec(ref).requires_grad)
             for ref in graph.outputs
         }
-        start = self._clock.mark()
-        with self._precision():
-            loss = self._criterion(self._traced.unflatten(outputs))
-        middle = self._clock.mark()
-        if loss.requires_grad:
-            loss.backward()
-        return (start, middle), (middle, self._clock.mark())
+
+    def _loss_of(self, outputs: Mapping[Ref, Tensor]) -> Tensor:
+        loss: Tensor = self._criterion(self._traced.unflatten(outputs))
+        return loss
+
+
+def _backward_of(run: _Run, gradients: Mapping[Ref, Tensor]) -> None:
+    """Run one layer backward."""
+    roots = {ref: t for ref, t in run.outputs.items() if t.requires_grad}
+    if roots:
+        torch.autograd.backward(list(roots.values()), [gradients[ref] for ref in roots])
+
+
+@contextmanager
+def _kept() -> Iterator[dict[int, Tensor]]:
+    """Collect what autograd keeps, by its memory."""
+    kept: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.setdefault(_memory(tensor), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield kept
 
 
 def _memory(tensor: Tensor) -> int:

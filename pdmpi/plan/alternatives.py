@@ -10,8 +10,8 @@ from pdmpi.errors import InputError
 from pdmpi.plan.cluster import Cluster
 from pdmpi.plan.partition import estimate_of, fits, partition, shortlist
 from pdmpi.plan.plan import Plan, ScheduleChoice
-from pdmpi.plan.profile import Profile
-from pdmpi.plan.terms import SCHEDULES, terms_of
+from pdmpi.plan.profile import CUDA_GRAPHS, Profile
+from pdmpi.plan.terms import SCHEDULES, Terms
 
 __all__ = ["Considered", "candidates", "data_parallel_plan", "with_alternatives"]
 
@@ -95,15 +95,20 @@ def candidates(profile: Profile, cluster: Cluster, choice: ScheduleChoice) -> li
         except InputError as error:
             found.append(Considered(name, reason=str(error)))
             continue
-        problems = [_unsuitable(plan) for plan in plans]
+        problems = [_unsuitable(plan, terms) for plan in plans]
         suitable = tuple(plan for plan, problem in zip(plans, problems, strict=True) if not problem)
         found.append(Considered(name, suitable, reason="" if suitable else problems[0]))
     return found
 
 
-def _unsuitable(plan: Plan) -> str:
+def _unsuitable(plan: Plan, terms: Terms) -> str:
     """Return why the schedule's own rules refuse the plan, or nothing."""
     choice = plan.schedule
+    if terms.splits_backward and plan.profile.machine.get(CUDA_GRAPHS) == "yes":
+        return (
+            "runs its backward in two parts, so without the CUDA graphs that the profile was measured with: "
+            "slower than the profile says"
+        )
     if choice.name == "2bw":
         in_flight = max(
             stage.depth * own.replicas
@@ -115,6 +120,6 @@ def _unsuitable(plan: Plan) -> str:
             return (
                 f"accumulates at least as many microbatches as are in flight: microbatches = {least} or more"
             )
-    if terms_of(choice).accumulates and choice.microbatches < len(plan.stages):
+    if terms.accumulates and choice.microbatches < len(plan.stages):
         return f"microbatches = {choice.microbatches} leave {len(plan.stages)} stages mostly idle"
     return ""

@@ -44,7 +44,7 @@ PROFILE_DATASETS: Mapping[str, tuple[str, int]] = {
     "graph/parameter_offsets": ("i", 1), "graph/parameters": ("S", 1),
     "graph/returned": ("i", 2), "graph/tie_offsets": ("i", 1), "graph/ties": ("S", 1),
     "costs/times_s": ("f", 2), "costs/bytes": ("i", 2), "microbatch_size": ("i", 0),
-    "optimizer_state_factor": ("f", 0), "update_s_per_byte": ("f", 0),
+    "optimizer_state_factor": ("f", 0), "update_s_per_byte": ("f", 0), "accumulate_s_per_byte": ("f", 0),
     "machine/keys": ("S", 1), "machine/values": ("S", 1),
 }  # fmt: skip
 """Datasets of a profile: kind and number of dimensions."""
@@ -170,6 +170,7 @@ def profile_arrays(profile: Profile) -> dict[str, NDArray[Any]]:
         "microbatch_size": np.array(profile.microbatch_size, dtype=np.int64),
         "optimizer_state_factor": np.array(profile.optimizer_state_factor, dtype=np.float64),
         "update_s_per_byte": np.array(profile.update_s_per_byte, dtype=np.float64),
+        "accumulate_s_per_byte": np.array(profile.accumulate_s_per_byte, dtype=np.float64),
         "machine/keys": texts_array([key for key, _ in machine]),
         "machine/values": texts_array([value for _, value in machine]),
     }
@@ -241,6 +242,7 @@ def profile_from(arrays: Arrays) -> Profile:
         microbatch_size=_number(arrays["microbatch_size"], "microbatch_size", least=1, integer=True),
         optimizer_state_factor=_number(arrays["optimizer_state_factor"], "optimizer_state_factor"),
         update_s_per_byte=_number(arrays["update_s_per_byte"], "update_s_per_byte"),
+        accumulate_s_per_byte=_number(arrays["accumulate_s_per_byte"], "accumulate_s_per_byte"),
         machine=_mapping(arrays["machine/keys"], texts(arrays["machine/values"])),
     )
 

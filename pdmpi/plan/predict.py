@@ -300,8 +300,9 @@ def _stage_estimate(
     parts: dict[str, int], depth: int, sent_bytes: int, *, speed: float, sync_s: float, transfer_s: float,
 ) -> StageEstimate:  # fmt: skip
     m = stage.replicas
-    q = max(choice.microbatches / m, 1.0) if terms.accumulates else 1.0
-    forward, backward = sums.forward_s / speed, sums.backward_s / speed
+    q = terms.microbatches_per_update(choice.microbatches, m)
+    forward = sums.forward_s / speed
+    backward = (sums.backward_s + sums.gradients * profile.accumulation_s_per_byte(q)) / speed
     update = sums.gradients * profile.update_s_per_byte / speed
     period, bound = max(
         ((forward + backward + update / q) / m, "compute"),

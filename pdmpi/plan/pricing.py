@@ -216,10 +216,11 @@ class Pricer:
         problem, cuts = self.problem, self.problem.cuts
         m = count * problem.copies
         share = 1.0 / (m * min(problem.speeds[first : first + count]))
-        q = max(problem.choice.microbatches / m, 1.0) if problem.terms.accumulates else 1.0
+        q = problem.terms.microbatches_per_update(problem.choice.microbatches, m)
         update = cuts.profile.update_s_per_byte / q * share
+        adding = cuts.profile.accumulation_s_per_byte(q) * share
         forwards = 2.0 if recompute else 1.0
-        yield self._sums(forwards * share, share, update), 0.0
+        yield self._sums(forwards * share, share, update + adding), 0.0
         if m > 1:
             last = problem.device_of[(problem.copies - 1) * problem.positions + first + count - 1]
             level = problem.cluster.level_between(problem.device_of[first], last)
@@ -227,7 +228,8 @@ class Pricer:
             steps = 2 * (m - 1)
             ring = steps / m * port.s_per_byte / (q * m)
             hidden = (forwards - 1.0, 1.0)
-            vector = self._sums((forwards - hidden[0] / q) * share, share - share / q, update + ring)
+            per_byte = update + adding * (1.0 - 1.0 / q) + ring
+            vector = self._sums((forwards - hidden[0] / q) * share, share - share / q, per_byte)
             yield vector, steps * port.s_per_message / (q * m)
 
     def _sums(self, forward: float, backward: float, per_byte: float) -> Floats:

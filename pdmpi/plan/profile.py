@@ -8,7 +8,10 @@ from dataclasses import dataclass, field
 from pdmpi.errors import InputError
 from pdmpi.graph import LayerGraph
 
-__all__ = ["LayerCost", "Profile"]
+__all__ = ["CUDA_GRAPHS", "LayerCost", "Profile"]
+
+CUDA_GRAPHS = "cuda_graphs"
+"""Fact of a profile made on a GPU: ``"yes"`` where all of it was measured in CUDA graphs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +57,9 @@ class Profile:
         Bytes of optimizer state for each byte of parameters (0 SGD, 1 momentum, 2 Adam).
     update_s_per_byte
         Seconds that one optimizer step takes for each byte of parameters.
+    accumulate_s_per_byte
+        Seconds that a backward takes longer, for each byte of parameters, where it adds to the
+        gradients of other microbatches.
     machine
         Facts of the machine, as text: host, device, library versions.
     """
@@ -63,7 +69,12 @@ class Profile:
     microbatch_size: int
     optimizer_state_factor: float = 0.0
     update_s_per_byte: float = 0.0
+    accumulate_s_per_byte: float = 0.0
     machine: Mapping[str, str] = field(default_factory=dict)
+
+    def accumulation_s_per_byte(self, microbatches: float) -> float:
+        """Return what a backward takes longer for each byte of parameters, given those of an update."""
+        return self.accumulate_s_per_byte if microbatches > 1 else 0.0
 
     def __post_init__(self) -> None:
         if len(self.costs) != len(self.graph.layers):

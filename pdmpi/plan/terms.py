@@ -35,6 +35,8 @@ class Terms:
         Whether every stage has one replica.
     single_stage
         Whether there is one stage.
+    splits_backward
+        Whether gradients of the inputs and of the parameters are computed apart.
     """
 
     versions: int | None = 1
@@ -44,6 +46,19 @@ class Terms:
     accumulates: bool = True
     straight: bool = False
     single_stage: bool = False
+    splits_backward: bool = False
+
+    def microbatches_per_update(self, microbatches: int, replicas: int) -> float:
+        """Return the microbatches of which a replica averages the gradients, before it updates.
+
+        Parameters
+        ----------
+        microbatches
+            Of the schedule.
+        replicas
+            Of the stage.
+        """
+        return max(microbatches / replicas, 1.0) if self.accumulates else 1.0
 
 
 SCHEDULES: Mapping[str, Terms] = {
@@ -53,8 +68,8 @@ SCHEDULES: Mapping[str, Terms] = {
     "gpipe": Terms(holds_all=True),
     "1f1b": Terms(),
     "interleaved": Terms(straight=True),
-    "zb-h1": Terms(),
-    "zb-v": Terms(straight=True),
+    "zb-h1": Terms(splits_backward=True),
+    "zb-v": Terms(straight=True, splits_backward=True),
     "data-parallel": Terms(accumulates=False, single_stage=True),
     "model-parallel": Terms(accumulates=False, straight=True),
 }

@@ -8,6 +8,7 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 
 import torch
 from torch import nn
@@ -18,18 +19,31 @@ from pdmpi.plan.cluster import Cluster, Device, Level
 from pdmpi.transport.base import Transport
 from pdmpi.transport.links import Link, measure_links
 
-__all__ = ["measured_cluster"]
+__all__ = ["SUM_BYTES", "measured_cluster", "measured_sum_s"]
+
+SUM_BYTES = 64 << 20
+"""What a sum over all ranks is measured with."""
+_SUMS = 5
+_CPU = torch.device("cpu")
 
 _ALONE_S, _TOGETHER_S = 0.5, 2.0
 _BATCH, _CHANNELS, _WIDTH, _BLOCKS = 32, 16, 16, 4
 
 
-def measured_cluster(transport: Transport) -> Cluster:
-    """Measure hosts, links and cores, on all ranks together; the same on every rank.
+def measured_cluster(transport: Transport, device: torch.device = _CPU) -> Cluster:
+    """Measure hosts, links and devices, on all ranks together; the same on every rank.
 
     Links inside a host are measured between its first two ranks, links between hosts
-    between their first ranks.  A device's ``relative_speed`` is what is left of a core's speed when all
-    ranks compute at once: one half, say, for four ranks on two cores.
+    between their first ranks, from one device's memory to the other's.  The ``relative_speed`` of
+    a core is what is left of its speed when all ranks compute at once: one half, say, for four ranks
+    on two cores.  A GPU is a rank's own, and its speed is one.
+
+    Parameters
+    ----------
+    transport
+        Of this rank.
+    device
+        Where the rank computes.
 
     Raises
     ------
@@ -40,19 +54,62 @@ def measured_cluster(transport: Transport) -> Cluster:
     hosts = [part.decode() for part in _share(transport, socket.gethostname().encode())]
     per_host = _ranks_per_host(hosts)
     num_hosts = len(hosts) // per_host
-    levels = []
+    levels, memory = [], "host" if device == _CPU else "cuda"
     if per_host > 1:
-        inside = measure_links(transport, [(0, 1)])
-        levels.append(_level("shared-memory", per_host, inside))
+        inside = measure_links(transport, [(0, 1)], memory, transport.allocate)
+        levels.append(_level("shared-memory" if device == _CPU else "gpu-links", per_host, inside))
     if num_hosts > 1:
         firsts = [(host * per_host, (host + 1) * per_host) for host in range(num_hosts - 1)]
-        levels.append(_level("network", num_hosts, measure_links(transport, firsts), shared=per_host > 1))
-    speeds = [float(part) for part in _share(transport, repr(_relative_speed(transport)).encode())]
-    memory = min(int(part) for part in _share(transport, str(_memory_bytes() // per_host).encode()))
-    device = Device(name="cpu", memory_bytes=memory, relative_speed=round(min(1.0, *speeds), 3))
+        between = measure_links(transport, firsts, memory, transport.allocate)
+        levels.append(_level("network", num_hosts, between, shared=per_host > 1))
+    found = _card(device) if device.type == "cuda" else _share_of_host(transport, per_host)
+    parts = [json.loads(part) for part in _share(transport, json.dumps(asdict(found)).encode())]
+    names = sorted({part["name"] for part in parts})
+    if len(names) > 1:
+        raise InputError(
+            f"ranks drive different devices ({', '.join(names)}); write the cluster file by hand"
+        )
+    slowest = min(part["relative_speed"] for part in parts)
+    least = min(part["memory_bytes"] for part in parts)
     return Cluster(
-        name=hosts[0], levels=tuple(levels), devices=(device,), devices_per_node=per_host,
-    )  # fmt: skip
+        name=hosts[0],
+        levels=tuple(levels),
+        devices=(Device(name=names[0], memory_bytes=least, relative_speed=round(slowest, 3)),),
+        devices_per_node=per_host,
+    )
+
+
+def measured_sum_s(transport: Transport, device: torch.device = _CPU) -> float:
+    """Return the median seconds of a sum of `SUM_BYTES` over all ranks, on all ranks together."""
+    ranks = list(range(transport.size))
+    transport.prepare([ranks], ["float32"])
+    bound = transport.bind_allreduce(transport.allocate(SUM_BYTES), "float32", ranks)
+
+    def once() -> None:
+        bound.post().wait()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    once()
+    seconds = []
+    for _ in range(_SUMS):
+        transport.barrier()
+        began = time.perf_counter()
+        once()
+        seconds.append(time.perf_counter() - began)
+    return max(float(part) for part in _share(transport, repr(statistics.median(seconds)).encode()))
+
+
+def _card(device: torch.device) -> Device:
+    """Return the GPU that this rank drives."""
+    found = torch.cuda.get_device_properties(device)
+    return Device(name=found.name, memory_bytes=found.total_memory)
+
+
+def _share_of_host(transport: Transport, per_host: int) -> Device:
+    """Return this rank's part of its host's cores and memory."""
+    speed = min(1.0, _relative_speed(transport))
+    return Device(name="cpu", memory_bytes=_memory_bytes() // per_host, relative_speed=speed)
 
 
 def _ranks_per_host(hosts: Sequence[str]) -> int:

@@ -99,6 +99,12 @@ class GraphedPlayer(Player):
         """Sets of slots that are captured."""
         return len(self._graphs)
 
+    def close(self) -> None:
+        """Give up the graphs: a communicator of NCCL whose sums they hold waits for their end before its own."""
+        self._graphs.clear()
+        self._playing.clear()
+        self._last = None
+
     def follow(self, rows: Sequence[Sequence[int]], stage: int) -> None:
         """Read which slots each microbatch of the program that follows will use."""
         passes, update_of = passes_of(rows, stage)

@@ -8,18 +8,43 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pdmpi.config.run import RunConfig
+from pdmpi.config.run import CollectivesConfig, RunConfig, TransportConfig
 from pdmpi.errors import InputError
 from pdmpi.transport.device import choose_device, load_ucx
 
 if TYPE_CHECKING:  # importing it starts MPI
     from pdmpi.transport.mpi import MpiTransport
 
-__all__ = ["open_transport"]
+__all__ = ["open_on", "open_transport"]
 
 
 def open_transport(config: RunConfig) -> tuple[MpiTransport, torch.device, list[str]]:
+    """Choose this rank's device, then start MPI, as a run's configuration says; see `open_on`."""
+    return open_on(
+        config.train.device,
+        config.runtime.stall_timeout_s,
+        transport=config.transport,
+        collectives=config.collectives,
+    )
+
+
+def open_on(
+    wanted: str,
+    stall_timeout_s: float = 300.0,
+    *,
+    transport: TransportConfig | None = None,
+    collectives: CollectivesConfig | None = None,
+) -> tuple[MpiTransport, torch.device, list[str]]:
     """Choose this rank's device, then start MPI.
+
+    Parameters
+    ----------
+    wanted
+        ``"cpu"``, ``"cuda"``, or ``"auto"`` for a GPU where there is one.
+    stall_timeout_s
+        Longest wait for one transfer, in seconds.
+    transport, collectives
+        Tables of the configuration; their defaults otherwise.
 
     Returns
     -------
@@ -31,7 +56,7 @@ def open_transport(config: RunConfig) -> tuple[MpiTransport, torch.device, list[
     InputError
         For a GPU that is asked for and not there.
     """
-    wanted = config.train.device
+    moving, summing = transport or TransportConfig(), collectives or CollectivesConfig()
     usable = find_spec("cupy") is not None
     num_devices = torch.cuda.device_count() if wanted != "cpu" and usable else 0
     if wanted == "cuda" and not num_devices:
@@ -42,8 +67,9 @@ def open_transport(config: RunConfig) -> tuple[MpiTransport, torch.device, list[
     if not num_devices:
         from pdmpi.transport.mpi import MpiTransport
 
-        return MpiTransport(config.runtime.stall_timeout_s), torch.device("cpu"), []
-    chosen = choose_device(os.environ, num_devices, share=config.transport.share_devices)
+        load_ucx()
+        return MpiTransport(stall_timeout_s), torch.device("cpu"), []
+    chosen = choose_device(os.environ, num_devices, share=moving.share_devices)
     device = torch.device("cuda", chosen)
     torch.cuda.set_device(device)
     own = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -51,12 +77,12 @@ def open_transport(config: RunConfig) -> tuple[MpiTransport, torch.device, list[
     ucx = load_ucx()
     from pdmpi.transport.open import open_cuda_transport
 
-    transport, notes = open_cuda_transport(
-        config.runtime.stall_timeout_s,
+    opened, notes = open_cuda_transport(
+        stall_timeout_s,
         compute_stream=lambda: torch.cuda.current_stream().cuda_stream,
         ucx=ucx,
         num_devices=num_devices,
-        device=config.transport.device,
-        collectives=config.collectives.backend,
+        device=moving.device,
+        collectives=summing.backend,
     )
-    return transport, device, notes
+    return opened, device, notes

@@ -138,6 +138,9 @@ class Player:
         if self._softening is not None and training:
             self._softening.begin(first)
 
+    def close(self) -> None:
+        """Give up what must not outlive the transport: nothing here."""
+
     def follow(self, rows: Sequence[Sequence[int]], stage: int) -> None:
         """Read the rank's instructions of the program that follows; nothing here depends on them."""
 

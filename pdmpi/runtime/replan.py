@@ -7,6 +7,8 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import torch
+
 from pdmpi.config.run import ScheduleConfig
 from pdmpi.errors import InputError
 from pdmpi.plan.cluster import Cluster, Level
@@ -23,7 +25,12 @@ __all__ = ["fitted"]
 
 
 def fitted(
-    plan: Plan, transport: Transport, again: bool, asked: ScheduleConfig, notice: Callable[[str], None]
+    plan: Plan,
+    transport: Transport,
+    again: bool,
+    asked: ScheduleConfig,
+    notice: Callable[[str], None],
+    device: torch.device,
 ) -> Plan:
     """Return the plan for the ranks that are there; every rank calls it at the same time.
 
@@ -44,6 +51,8 @@ def fitted(
         What the configuration fixes of the schedule of a plan that is made again.
     notice
         Called with lines that a person should know.
+    device
+        Where this rank computes.
 
     Raises
     ------
@@ -60,7 +69,7 @@ def fitted(
             raise InputError(shape_problem(plan.nodes, hosts))
     if not again:
         return plan
-    made = _made_again(plan, transport, asked)
+    made = _made_again(plan, transport, asked, device)
     shape = "-".join(str(stage.replicas) for stage in made.stages)
     notice(f"planned again for {len(hosts)} ranks: {shape}")
     return _placed(made, hosts) or made
@@ -74,13 +83,13 @@ def _placed(plan: Plan, hosts: Sequence[str]) -> Plan | None:
     return replace(plan, placement=tuple(replace(p, rank=processes[p.rank]) for p in plan.placement))
 
 
-def _made_again(plan: Plan, transport: Transport, asked: ScheduleConfig) -> Plan:
+def _made_again(plan: Plan, transport: Transport, asked: ScheduleConfig, device: torch.device) -> Plan:
     """Return a plan of the same model and schedule for exactly the ranks of this job.
 
     Links are measured; the kind of device is the given plan's.
     """
     if transport.size > 1:
-        cluster = measured_cluster(transport)
+        cluster = measured_cluster(transport, device)
     else:
         alone = Level(name="alone", count=1, bandwidth_bytes_per_s=1e9)
         cluster = Cluster(name="one rank", levels=(alone,))

@@ -218,7 +218,7 @@ def _normalisation_problems(config: RunConfig, plan: Plan, traced: TracedModel) 
     name = config.schedule.name
     if config.train.batch_norm != "synchronised" or name not in SCHEDULES:
         return []
-    if SCHEDULES[name].flushes and not name.startswith("zb-"):
+    if SCHEDULES[name].flushes and not SCHEDULES[name].splits_backward:
         return [
             f'[train] batch_norm = "synchronised": {reason} in layer {layer!r}, which has replicas; '
             'set it to "microbatch", or give that stage one replica'
@@ -229,7 +229,7 @@ def _normalisation_problems(config: RunConfig, plan: Plan, traced: TracedModel) 
         ]
     return [
         f'[train] batch_norm = "synchronised", but schedule {name!r} '
-        + ("runs its backward in two parts" if SCHEDULES[name].flushes else "does not flush")
+        + ("runs its backward in two parts" if SCHEDULES[name].splits_backward else "does not flush")
         + '; set it to "microbatch", or take 1f1b, gpipe or data-parallel'
     ]
 

@@ -160,6 +160,11 @@ class Trainer:
         steps = self.config.train.steps
         return self.config.train.epochs or -(-(steps or 0) // self.minibatches)
 
+    def close(self) -> None:
+        """Give up what must not outlive the transport; nothing can be run any more."""
+        for player in self.rank.players.values():
+            player.close()
+
     def is_trained(self, position: Position) -> bool:
         """Whether nothing is left to train, wherever in an epoch that is for this plan."""
         steps = self.config.train.steps

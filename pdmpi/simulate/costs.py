@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from pdmpi.plan.cluster import Cluster, Level
 from pdmpi.plan.plan import Plan, StagePlan
-from pdmpi.plan.profile import Profile
+from pdmpi.plan.terms import terms_of
 from pdmpi.schedule.program import ALL_STAGES, Channel, Group, Kind, Op, Topology
 from pdmpi.simulate.network import Network
 
@@ -153,22 +153,25 @@ def costs_of(plan: Plan) -> Costs:
             graph.spec(ref).nbytes for ref in refs if graph.returns_gradient(ref)
         )
     return Costs(
-        stages=tuple(_stage_cost(plan.profile, stage) for stage in plan.stages),
+        stages=tuple(_stage_cost(plan, stage) for stage in plan.stages),
         message_bytes=sizes,
         network=Network(cluster, devices),
         speeds=tuple(cluster.device(device).relative_speed for device in devices),
     )
 
 
-def _stage_cost(profile: Profile, stage: StagePlan) -> StageCost:
+def _stage_cost(plan: Plan, stage: StagePlan) -> StageCost:
+    profile, choice = plan.profile, plan.schedule
+    per_update = terms_of(choice).microbatches_per_update(choice.microbatches, stage.replicas)
     trained = profile.graph.trained
     positions = [profile.graph.index[name] for name in stage.layers]
     layers = [(trained[i], profile.costs[i]) for i in positions]
     costs = [cost for _, cost in layers]
     gradient_bytes = sum(cost.parameter_bytes for trains, cost in layers if trains)
+    adding_s = gradient_bytes * profile.accumulation_s_per_byte(per_update)
     return StageCost(
         forward_s=math.fsum(cost.forward_s for cost in costs),
-        backward_s=math.fsum(cost.backward_s for cost in costs),
+        backward_s=math.fsum([*(cost.backward_s for cost in costs), adding_s]),
         backward_input_s=math.fsum(cost.backward_s * (0.5 if trains else 1.0) for trains, cost in layers),
         update_s=gradient_bytes * profile.update_s_per_byte,
         parameter_bytes=sum(cost.parameter_bytes for cost in costs),

@@ -10,6 +10,7 @@ copied on side streams.
 
 from __future__ import annotations
 
+import gc
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -173,9 +174,14 @@ class CudaTransport(MpiTransport):
         return _NcclSum(self, self._communicators.get(tuple(ranks)), buffer, dtype)
 
     def close(self) -> None:
-        """Wait for every rank and every stream, then give all back."""
+        """Wait for every rank and every stream, then give all back.
+
+        NCCL ends a communicator only after the CUDA graphs that hold sums of it: those that
+        nobody refers to any more are collected here.
+        """
         cupy.cuda.Device().synchronize()
         super().close()
+        gc.collect()
         for communicator in self._communicators.values():
             if communicator is not None:
                 communicator.destroy()

@@ -27,7 +27,7 @@ OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
     ("SGD", {"lr": 0.1}),
     ("SGD", {"lr": 0.1, "momentum": 0.9}),
     ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
-    ("Adam", {"lr": 0.01, "weight_decay": 0.1}),
+    ("Adam", {"lr": 0.01, "weight_decay": 0.01}),
     ("AdamW", {"lr": 0.01, "betas": (0.8, 0.95), "weight_decay": 0.1}),
 ]
 
@@ -52,7 +52,8 @@ def steps(ring: weights.WeightRing) -> None:
     generator = torch.Generator("cuda").manual_seed(2)
     for number in range(6):
         for i, parameter in enumerate(ring.parameters.values()):
-            flat = torch.randn(parameter.numel() + 1, device="cuda", generator=generator).bfloat16()
+            flat = torch.randn(parameter.numel() + 1, device="cuda", generator=generator)
+            flat = (flat + flat.sign()).bfloat16()  # far from zero, where Adam's steps depend on the last bit
             offset = i % 2  # as in a bucket: not aligned
             parameter.grad = (
                 None if i == UNUSED else flat[offset : offset + parameter.numel()].view(parameter.shape)

@@ -72,7 +72,10 @@ def test_bytes_are_exact() -> None:
     assert [costs[n].buffer_bytes for n in "01234"] == [0, 4 * 8 + 8, 0, 0, 0]
     # The convolution keeps the image, the norm its input and two vectors of four, the ReLU its
     # output, which is also what the linear layer keeps.
-    assert [costs[n].saved_bytes for n in "01234"][:4] == [3 * plane, 4 * plane + 32, 4 * plane, 0]
+    # The loss, which counts for the last layer, keeps log-probabilities, the target and one number.
+    assert [costs[n].saved_bytes for n in "01234"] == [
+        3 * plane, 4 * plane + 32, 4 * plane, 0, 3 * 8 * 4 + 3 * 8 + 4,
+    ]  # fmt: skip
     assert profile.optimizer_state_factor == pytest.approx(2.0, abs=1e-3)
     assert 0 < profile.update_s_per_byte < 1e-6
     assert all(cost.forward_s > 0 and cost.backward_s >= 0 for cost in profile.costs[1:])

@@ -147,7 +147,7 @@ def replay(
             inputs, targets = map_tree(
                 lambda tensor: tensor.to(device), default_collate([dataset[i] for i in rows])
             )
-            output = traced.unflatten(model(traced.flatten(cast_floating(inputs, dtype)), first + k))
+            output = traced.unflatten(model(traced.flatten(cast_floating(inputs, dtype, device)), first + k))
             gradients = torch.autograd.grad(
                 loss(output, targets), list(parameters.values()), allow_unused=True
             )
