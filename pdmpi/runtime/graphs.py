@@ -100,7 +100,7 @@ class GraphedPlayer(Player):
         return len(self._graphs)
 
     def close(self) -> None:
-        """Give up the graphs: a communicator of NCCL whose sums they hold waits for their end before its own."""
+        """Give up the graphs: a communicator of NCCL whose sums they hold ends only after them."""
         self._graphs.clear()
         self._playing.clear()
         self._last = None
