@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -98,11 +99,18 @@ class GradientReducer:
         self._armed = False
 
     def _hook(self, bucket: _Bucket) -> Callable[[Tensor], None]:
+        """Return what a finished gradient calls.
+
+        It refers to nothing that refers to its parameter: through a tensor's hooks Python finds no cycle.
+        """
+        mine, its = weakref.ref(self), weakref.ref(bucket)
+
         def ready(parameter: Tensor) -> None:
-            if self._armed:
+            reducer, members = mine(), its()
+            if reducer is not None and members is not None and reducer._armed:
                 assert isinstance(parameter, nn.Parameter)
-                self._take(bucket, parameter)
-                self._post_ready()
+                reducer._take(members, parameter)
+                reducer._post_ready()
 
         return ready
 

@@ -13,7 +13,7 @@ from pdmpi.plan.cluster import Cluster, Device, Level
 from pdmpi.plan.cluster_file import load_cluster, parse_cluster
 from pdmpi.plan.cluster_text import cluster_to_text
 from pdmpi.runtime import cluster as measuring
-from pdmpi.runtime.cluster import measured_cluster
+from pdmpi.runtime.cluster import SUM_BYTES, measured_cluster
 from pdmpi.transport.local import LocalTransport, LocalWorld
 
 LEVELS = st.builds(
@@ -82,10 +82,13 @@ def test_what_cannot_be_measured(monkeypatch: pytest.MonkeyPatch, hosts: list[st
 @pytest.mark.mpi
 def test_a_real_job_writes_a_file_that_plans_can_use(tmp_path: Path) -> None:
     output = tmp_path / "cluster.toml"
-    done = mpirun(2, [*PDMPI, "cluster", "-o", output, "--json"])
+    done = mpirun(2, [*PDMPI, "cluster", "-o", output, "--device", "cpu", "--json"])
     shown = json.loads(done.stdout)
     cluster = load_cluster(output)
     assert cluster.num_devices == 2
+    assert cluster.device(0).name == "cpu"
+    assert 0 < shown["sum_s"] < 60
+    assert shown["sum_bytes"] == SUM_BYTES
     assert shown["levels"][0]["bandwidth_bytes_per_s"] == pytest.approx(
         cluster.levels[0].bandwidth_bytes_per_s, rel=1e-4
     )

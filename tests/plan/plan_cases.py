@@ -63,5 +63,6 @@ def residual_net(blocks: int = 4) -> Profile:
         microbatch_size=8,
         optimizer_state_factor=1.0,
         update_s_per_byte=1e-11,
+        accumulate_s_per_byte=2e-11,
         machine={"host": "é", "cpu": "x"},
     )

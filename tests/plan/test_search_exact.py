@@ -62,6 +62,7 @@ def profiles(draw, max_layers: int = 8) -> Profile:
         microbatch_size=4,
         optimizer_state_factor=draw(st.sampled_from([0.0, 2.0])),
         update_s_per_byte=draw(st.sampled_from([0.0, 1e-10])),
+        accumulate_s_per_byte=draw(st.sampled_from([0.0, 2e-10])),
     )
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from small_plans import small_plan
+from small_plans import cluster, profile, small_plan
 
 from pdmpi.errors import InputError
+from pdmpi.plan.alternatives import candidates as considered
 from pdmpi.plan.plan import Plan, ScheduleChoice
+from pdmpi.plan.profile import CUDA_GRAPHS
 from pdmpi.schedule.topology import topology_of
 from pdmpi.simulate.auto_depth import auto_depth
 from pdmpi.simulate.compare import compare
@@ -75,6 +77,15 @@ def test_the_fastest_is_chosen_and_the_reason_given() -> None:
     assert found.candidates[-1].note == "too big"
 
 
+def test_split_backwards_are_left_out_where_graphs_were_measured() -> None:
+    eager = profile()
+    graphed = replace(eager, machine={CUDA_GRAPHS: "yes"})
+    choice = ScheduleChoice(microbatches=8)
+    for one, wanted in ((eager, False), (graphed, True)):
+        left_out = {c.name for c in considered(one, cluster(), choice) if "CUDA graphs" in c.reason}
+        assert left_out == ({"zb-h1", "zb-v"} if wanted else set())
+
+
 def test_of_equally_fast_ones_the_one_without_stale_weights() -> None:
     plans = candidates("pipedream", "gpipe")
     many = replace(plans["gpipe"].schedule, microbatches=400)
@@ -87,9 +98,9 @@ def test_what_does_not_fit_is_not_chosen() -> None:
     plans = candidates("pipedream", "1f1b")
     needs = {n: max(r.memory_bytes for r in forecast(p).report.ranks) for n, p in plans.items()}
     assert needs["1f1b"] < needs["pipedream"]
-    cluster = plans["1f1b"].cluster
-    devices = tuple(replace(d, memory_bytes=needs["1f1b"]) for d in cluster.devices)
-    found = compare({n: replace(p, cluster=replace(cluster, devices=devices)) for n, p in plans.items()})
+    where = plans["1f1b"].cluster
+    devices = tuple(replace(d, memory_bytes=needs["1f1b"]) for d in where.devices)
+    found = compare({n: replace(p, cluster=replace(where, devices=devices)) for n, p in plans.items()})
     assert found.chosen == "1f1b"
     assert not found.candidates[-1].usable
     assert f"needs {needs['pipedream']} bytes" in found.candidates[-1].note

@@ -8,6 +8,7 @@ import pytest
 from small_plans import LAYER_BYTES, MICROBATCH, SPEC, small_plan
 
 from pdmpi.plan.cluster import Device
+from pdmpi.plan.partition import partition
 from pdmpi.plan.plan import ScheduleChoice
 from pdmpi.schedule.program import Channel, Kind, Op, Topology
 from pdmpi.schedule.registry import generate
@@ -46,6 +47,19 @@ def test_frozen_layers_cost_no_gradient_and_no_half_of_their_backward() -> None:
     assert before.gradient_bytes - after.gradient_bytes == LAYER_BYTES
     assert after.parameter_bytes == before.parameter_bytes
     assert after.backward_input_s == pytest.approx(before.backward_input_s + 0.002)
+
+
+@pytest.mark.parametrize(("name", "added"), [("pipedream", 0.0), ("1f1b", 1e-9)])
+def test_microbatches_that_share_an_update_add_their_gradients(name: str, added: float) -> None:
+    plan = small_plan(1, 1, schedule=ScheduleChoice(name=name, microbatches=4 if added else 1))
+    slower = replace(plan, profile=replace(plan.profile, accumulate_s_per_byte=1e-9))
+    before, after = costs_of(plan).stages[0], costs_of(slower).stages[0]
+    assert after.backward_s - before.backward_s == pytest.approx(added * before.gradient_bytes)
+    assert after.backward_input_s == before.backward_input_s
+    found = partition(slower.profile, plan.cluster, plan.schedule, shape=(1, 1))
+    period_s = partition(plan.profile, plan.cluster, plan.schedule, shape=(1, 1)).prediction.period_s
+    # each of 4 microbatches, and the one that fills the pipeline
+    assert found.prediction.period_s - period_s == pytest.approx(5 / 4 * added * before.gradient_bytes)
 
 
 def test_a_slow_device_slows_its_rank() -> None:
