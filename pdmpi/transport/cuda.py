@@ -1,4 +1,4 @@
-"""Transfers and sums of device memory: the only place that imports cupy.
+"""Transfers and sums of device memory: the only place where cupy moves anything between ranks.
 
 Everything is ordered by one stream, the one that computes.  Posting records an event on
 it: a send leaves, and a receive may overwrite, once the kernels queued before are done.
