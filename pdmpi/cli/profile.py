@@ -48,8 +48,8 @@ def command(
         raise InputError(f"{str(output)!r} exists; pass --force to overwrite it")
     import torch
 
-    from pdmpi.model.measure import profile_model
     from pdmpi.model.no_compiler import without_compiler
+    from pdmpi.runtime.profiling import profile_run
 
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -60,7 +60,7 @@ def command(
     if place.type == "cuda" and not torch.cuda.is_available():
         raise InputError(f"--device = {device!r}, but torch sees no CUDA device; try --device cpu")
     with without_compiler(), Progress("profile") as progress:
-        profile = profile_model(
+        profile = profile_run(
             run,
             device=place,
             repeats=repeats,

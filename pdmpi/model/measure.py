@@ -13,36 +13,50 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from pdmpi import __version__
-from pdmpi.config.run import ModelConfig, OptimizerConfig, RunConfig
+from pdmpi.config.run import ModelConfig, RunConfig
 from pdmpi.errors import InputError
 from pdmpi.graph import Layer, Ref
 from pdmpi.graph.graph import INPUT
 from pdmpi.model.build import build_stage, load_factory
 from pdmpi.model.example import cast_floating, dtype_of, example_batch, microbatch_size
-from pdmpi.model.optimizer import make_optimizer
-from pdmpi.model.precision import autocasting, is_sixteen_bits
+from pdmpi.model.precision import autocasting
 from pdmpi.model.timing import Clock, LayerSample, SavedBytes, Step, torch_threads
 from pdmpi.model.trace import TracedModel, trace_model
-from pdmpi.model.weights import WeightRing
 from pdmpi.plan.profile import CUDA_GRAPHS, LayerCost, Profile
 
-__all__ = ["machine_facts", "profile_model"]
+__all__ = ["UpdateCosts", "machine_facts", "profile_model"]
 
 _WARM_UP = 2
 _FEWEST = 3
-_OPTIMIZER_BYTES = 1 << 22
-_LARGE_TENSORS = 64
-"""Tensors of that size on a GPU, whose kernels would otherwise take no time beside their launch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateCosts:
+    """What an update costs for each byte of parameters.
+
+    Attributes
+    ----------
+    state_factor
+        Bytes of the optimizer's state, float32 masters included.
+    update_s, accumulate_s
+        Seconds of an update, and of adding gradients to those of another microbatch.
+    """
+
+    state_factor: float
+    update_s: float
+    accumulate_s: float
 
 
 def profile_model(
     config: RunConfig,
+    update_costs: Callable[[RunConfig, Clock, torch.device], UpdateCosts],
     *,
     device: torch.device | str = "cpu",
     repeats: int = 20,
@@ -57,6 +71,8 @@ def profile_model(
     ----------
     config
         The run; its microbatch is what is measured, with its number of threads.
+    update_costs
+        Measures an update; the runtime's part, since it makes them.
     device
         Where to measure.
     repeats
@@ -103,7 +119,8 @@ def profile_model(
             step = Step(
                 traced, stages, values, criterion, clock, precision=partial(autocasting, dtype, place)
             )
-            _repeat(step, saved, repeats, budget_s * len(chunk) / len(layers))
+            graphs = config.runtime.cuda_graphs is not False
+            _repeat(step, saved, repeats, budget_s * len(chunk) / len(layers), graphs)
             graphed = graphed and step.is_captured
             samples.update(step.samples)
             values = _live(traced, step.values, chunk[-1])
@@ -112,15 +129,15 @@ def profile_model(
                 tell(done, len(layers), chunk[-1].name)
         facts = {CUDA_GRAPHS: "yes" if graphed else "no"} if clock.on_cuda else {}
         overhead = _overhead(clock, place)
-        factor, update_s, accumulate_s = _optimizer_costs(config.optimizer, dtype, clock, place)
+        update = update_costs(config, clock, place)
     owned = _OwnedBytes(traced)
     return Profile(
         graph=traced.graph,
         costs=tuple(_cost(layer, samples.get(layer.name), owned, overhead) for layer in traced.graph.layers),
         microbatch_size=microbatch_size(config),
-        optimizer_state_factor=factor,
-        update_s_per_byte=update_s,
-        accumulate_s_per_byte=accumulate_s,
+        optimizer_state_factor=update.state_factor,
+        update_s_per_byte=update.update_s,
+        accumulate_s_per_byte=update.accumulate_s,
         machine={**machine_facts(place, config.train.threads), **facts},
     )
 
@@ -141,11 +158,12 @@ def machine_facts(device: torch.device, threads: int) -> dict[str, str]:
     }
 
 
-def _repeat(step: Step, saved: SavedBytes, repeats: int, budget_s: float) -> None:
+def _repeat(step: Step, saved: SavedBytes, repeats: int, budget_s: float, graphs: bool = True) -> None:
     step.warm_up(saved)
     for _ in range(_WARM_UP - 1):
         step.run()
-    step.capture()
+    if graphs:
+        step.capture()
     for sample in step.samples.values():
         sample.forward_s.clear()
         sample.backward_s.clear()
@@ -250,53 +268,3 @@ def _own_stream(device: torch.device) -> Iterator[None]:
     with torch.cuda.device(device), torch.cuda.stream(stream):
         yield
     stream.synchronize()
-
-
-def _optimizer_costs(
-    config: OptimizerConfig, dtype: torch.dtype, clock: Clock, device: torch.device
-) -> tuple[float, float, float]:
-    """Return, for each byte of parameters, bytes of state, seconds of an update, and of adding gradients.
-
-    Where parameters have 16 bits, float32 masters are part of the state, and of what is
-    updated.  Off a GPU the layers' own backwards add gradients, so that takes no time more.
-    """
-    tensors, width = (_LARGE_TENSORS, 4096) if clock.on_cuda else (1, 512)
-    rows = _OPTIMIZER_BYTES // (width * torch.empty(0, dtype=dtype).element_size())
-    weights = [torch.randn(rows, width, device=device).to(dtype) for _ in range(tensors)]
-    gradients, sums = ([torch.randn_like(weight) for weight in weights] for _ in range(2))
-    ring = WeightRing(
-        {str(i): nn.Parameter(weight) for i, weight in enumerate(weights)},
-        num_slots=1,
-        make_optimizer=lambda masters: make_optimizer(config, masters.values(), device),
-    )
-
-    def update() -> None:
-        for parameter, gradient in zip(ring.parameters.values(), gradients, strict=True):
-            parameter.grad = gradient
-        ring.update(0, 0, 1.0)
-
-    def add() -> None:
-        for total, gradient in zip(sums, gradients, strict=True):
-            total.add_(gradient)
-
-    update_s = _seconds(update, clock)
-    assert ring.optimizer is not None
-    state = [t for held in ring.optimizer.state.values() for t in held.values() if isinstance(t, Tensor)]
-    state += ring.masters.values() if is_sixteen_bits(dtype) else []
-    nbytes = sum(weight.nbytes for weight in weights)
-    add_s = _seconds(add, clock) if clock.on_cuda else 0.0
-    return sum(t.nbytes for t in state) / nbytes, update_s / nbytes, add_s / nbytes
-
-
-def _seconds(work: Callable[[], None], clock: Clock) -> float:
-    """Return the median seconds of some work, in a CUDA graph where it can be captured, after one run."""
-    work()
-    chosen = clock.captured(work) or work
-    seconds = []
-    for _ in range(5):
-        start = clock.mark()
-        chosen()
-        end = clock.mark()
-        clock.finish()
-        seconds.append(clock.between(start, end))
-    return statistics.median(seconds)

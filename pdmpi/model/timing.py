@@ -15,7 +15,7 @@ from pdmpi.graph import Ref
 from pdmpi.model.stage import StageModule
 from pdmpi.model.trace import TracedModel
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 __all__ = ["Clock", "LayerSample", "SavedBytes", "Step", "torch_threads"]
 
@@ -40,8 +40,8 @@ class Clock:
         if self.on_cuda:
             torch.cuda.synchronize()
 
-    def captured(self, work: Callable[[], T]) -> Callable[[], T] | None:
-        """Return what replays a CUDA graph of some work and returns what the work returned, once.
+    def captured(self, work: Callable[[], _T]) -> Callable[[], _T] | None:
+        """Return what replays a CUDA graph of some work; it returns what the work did at its capture.
 
         None off a GPU, and for what a graph cannot hold.
         """
@@ -57,7 +57,7 @@ class Clock:
             torch.cuda.synchronize()
             return None
 
-        def replay() -> T:
+        def replay() -> _T:
             graph.replay()
             return found
 
@@ -190,17 +190,20 @@ class Step:
                 outputs, self.samples[name].saved_bytes = saved.run(stage, inputs, 0)
             runs[name] = self._keep(inputs, outputs)
         if self._criterion is not None:
-            last = list(self._stages)[-1]
-            with self._workspace(last):
-                with self._precision():
-                    loss, kept = saved.loss(self._loss_of, self._outputs())
-                if loss.requires_grad:
-                    loss.backward()  # type: ignore[no-untyped-call]
-            self.samples[last].saved_bytes += kept
+            self._warm_up_loss(saved, list(self._stages)[-1])
         for name in reversed(list(runs)):
             gradients = sum(p.nbytes for p in self._stages[name].parameters() if p.requires_grad)
             with self._workspace(name, gradients):
                 _backward_of(runs.pop(name), self._grads)
+
+    def _warm_up_loss(self, saved: SavedBytes, last: str) -> None:
+        """Count what the loss keeps and allocates for the layer that it counts for."""
+        with self._precision(), self._workspace(last):
+            loss, kept = saved.loss(self._loss_of, self._outputs())
+        self.samples[last].saved_bytes += kept
+        if loss.requires_grad:
+            with self._workspace(last):
+                loss.backward()  # type: ignore[no-untyped-call]
 
     @contextmanager
     def _workspace(self, name: str, counted_bytes: int = 0) -> Iterator[None]:

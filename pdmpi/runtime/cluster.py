@@ -54,10 +54,13 @@ def measured_cluster(transport: Transport, device: torch.device = _CPU) -> Clust
     hosts = [part.decode() for part in _share(transport, socket.gethostname().encode())]
     per_host = _ranks_per_host(hosts)
     num_hosts = len(hosts) // per_host
-    levels, memory = [], "host" if device == _CPU else "cuda"
+    kinds = {part.decode() for part in _share(transport, device.type.encode())}
+    if len(kinds) > 1:
+        raise InputError("some ranks drive a GPU and some none; give --device cpu, or hosts that are alike")
+    levels, memory = [], "host" if device.type == "cpu" else "cuda"
     if per_host > 1:
         inside = measure_links(transport, [(0, 1)], memory, transport.allocate)
-        levels.append(_level("shared-memory" if device == _CPU else "gpu-links", per_host, inside))
+        levels.append(_level("shared-memory" if device.type == "cpu" else "gpu-links", per_host, inside))
     if num_hosts > 1:
         firsts = [(host * per_host, (host + 1) * per_host) for host in range(num_hosts - 1)]
         between = measure_links(transport, firsts, memory, transport.allocate)

@@ -16,6 +16,9 @@ __all__ = ["BUCKET_BYTES", "GradientReducer"]
 BUCKET_BYTES = 4 << 20
 """Size at which a bucket is closed; large enough for bandwidth, small enough to leave early."""
 
+_ALIGNMENT = 8
+"""Elements that gradients in a bucket begin at multiples of, so that kernels read them in wide words."""
+
 
 class _Bucket:
     """Gradients of one dtype that travel together, in one contiguous buffer."""
@@ -23,16 +26,17 @@ class _Bucket:
     def __init__(self, members: Sequence[nn.Parameter], allocate: Allocate) -> None:
         self.members = members
         first = members[0]
-        count = sum(p.numel() for p in members)
+        rooms = [-(-p.numel() // _ALIGNMENT) * _ALIGNMENT for p in members]
+        count = sum(rooms)
         memory, self.bytes = allocate((count + len(members)) * first.element_size())
         self.flat = memory.view(first.dtype)
         self.present = self.flat[count:]
         """One for each member that has a gradient: summed with them, the number of replicas that have one."""
         self.views: dict[nn.Parameter, Tensor] = {}
         offset = 0
-        for parameter in members:
+        for parameter, room in zip(members, rooms, strict=True):
             self.views[parameter] = self.flat[offset : offset + parameter.numel()].view(parameter.shape)
-            offset += parameter.numel()
+            offset += room
         self.dtype = str(first.dtype).removeprefix("torch.")
         self.places = {parameter: i for i, parameter in enumerate(members)}
         self.missing = set(members)
@@ -103,13 +107,13 @@ class GradientReducer:
 
         It refers to nothing that refers to its parameter: through a tensor's hooks Python finds no cycle.
         """
-        mine, its = weakref.ref(self), weakref.ref(bucket)
+        own_reducer, own_bucket = weakref.ref(self), weakref.ref(bucket)
 
         def ready(parameter: Tensor) -> None:
-            reducer, members = mine(), its()
-            if reducer is not None and members is not None and reducer._armed:
+            reducer, filled = own_reducer(), own_bucket()
+            if reducer is not None and filled is not None and reducer._armed:
                 assert isinstance(parameter, nn.Parameter)
-                reducer._take(members, parameter)
+                reducer._take(filled, parameter)
                 reducer._post_ready()
 
         return ready

@@ -67,7 +67,7 @@ def open_on(
     if not num_devices:
         from pdmpi.transport.mpi import MpiTransport
 
-        load_ucx()
+        load_ucx(only_if_asked=True)
         return MpiTransport(stall_timeout_s), torch.device("cpu"), []
     chosen = choose_device(os.environ, num_devices, share=moving.share_devices)
     device = torch.device("cuda", chosen)

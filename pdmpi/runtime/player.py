@@ -15,7 +15,6 @@ from pdmpi.errors import PdmpiError
 from pdmpi.graph import Ref
 from pdmpi.model.precision import autocasting
 from pdmpi.model.stage import StageModule
-from pdmpi.model.weights import WeightRing
 from pdmpi.runtime.boundary import Boundary
 from pdmpi.runtime.feed import Batch, Feed
 from pdmpi.runtime.gradients import GradientReducer
@@ -25,6 +24,7 @@ from pdmpi.runtime.run import StageRun
 from pdmpi.runtime.softening import Softening
 from pdmpi.runtime.split import SplitBackward
 from pdmpi.runtime.statistics import MinibatchStatistics
+from pdmpi.runtime.weights import WeightRing
 from pdmpi.schedule.program import NO_SLOT
 
 __all__ = ["Criterion", "Player"]
@@ -331,8 +331,10 @@ class Player:
                 self._statistics.counts = not recompute
             with self._normalising(k, keep, recompute):
                 outputs = self.module({**fed.inputs, **leaves}, self._first + k, recompute)
-            loss = None if self._criterion is None else self._criterion(outputs, fed.target, k)
-        return StageRun(leaves, outputs, loss)
+            if self._criterion is not None:
+                loss = self._criterion(outputs, fed.target, k)
+                return StageRun(leaves, {}, loss)  # the backward starts at the loss
+        return StageRun(leaves, outputs, None)
 
 
 def _leaves(boundary: Boundary) -> dict[Ref, Sequence[Tensor]]:

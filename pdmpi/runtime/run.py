@@ -22,7 +22,7 @@ class StageRun:
     leaves
         The values that were received, as autograd's leaves.
     outputs
-        The values that the stage made.
+        The values that the stage made; none where it computed the loss, from which its backward starts.
     loss
         At the last stage.
     split

@@ -20,7 +20,6 @@ from pdmpi.model.build import build_stage, load_factory
 from pdmpi.model.example import dtype_of, example_batch, microbatch_size
 from pdmpi.model.optimizer import check_optimizer, make_optimizer, parameter_groups
 from pdmpi.model.trace import TracedModel, trace_model
-from pdmpi.model.weights import WeightRing
 from pdmpi.plan.plan import Plan, ScheduleChoice
 from pdmpi.plan.terms import SCHEDULES
 from pdmpi.runtime.boundary import boundary_of
@@ -35,6 +34,7 @@ from pdmpi.runtime.player import Player
 from pdmpi.runtime.slots import Allocate, device_memory, host_memory
 from pdmpi.runtime.softening import Softening
 from pdmpi.runtime.statistics import MinibatchStatistics
+from pdmpi.runtime.weights import WeightRing
 from pdmpi.schedule.check import violations
 from pdmpi.schedule.program import ALL_STAGES, Op, Program, Topology
 from pdmpi.schedule.registry import program_of
@@ -349,6 +349,7 @@ def build_rank(
             trainable,
             training.slots[stage].weights,
             partial(_optimizer, config, names=names, device=device),
+            fuses=limit is None and not config.schedule.weight_prediction,
         )
         players[stage] = played(
             module,

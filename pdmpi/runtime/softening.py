@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pdmpi.model.weights import WeightRing
+from pdmpi.runtime.weights import WeightRing
 
 __all__ = ["Softening"]
 

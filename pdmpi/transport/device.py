@@ -82,17 +82,26 @@ def sharing_problem(devices: Sequence[tuple[str, str]]) -> str:
     )
 
 
-def load_ucx(environ: MutableMapping[str, str] = os.environ) -> str:
+def load_ucx(environ: MutableMapping[str, str] = os.environ, *, only_if_asked: bool = False) -> str:
     """Load the UCX with CUDA from its wheel, if that is installed, and let Open MPI use it.
 
     Must come before MPI starts.  A site's own MPI is left alone: its UCX was chosen when it
     was built.
+
+    Parameters
+    ----------
+    environ
+        Tells Open MPI to use it.
+    only_if_asked
+        Load it only where that asks for UCX already (as tools/gpu-env does): ranks on CPUs do without.
 
     Returns
     -------
     str
         Version of the wheel, or nothing when there is none.
     """
+    if only_if_asked and environ.get("OMPI_MCA_pml") != "ucx":
+        return ""
     if importlib.util.find_spec("libucx") is None:
         return ""
     libucx = importlib.import_module("libucx")

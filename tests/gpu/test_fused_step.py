@@ -12,8 +12,9 @@ pytest.importorskip("cupy", reason="CuPy is not installed")
 from torch import nn  # noqa: E402
 
 from pdmpi.config.run import OptimizerConfig  # noqa: E402
-from pdmpi.model import weights  # noqa: E402
 from pdmpi.model.optimizer import make_optimizer  # noqa: E402
+from pdmpi.model.timing import Clock  # noqa: E402
+from pdmpi.runtime import weights  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -93,9 +94,37 @@ def test_numbers_at_the_ends_are_rounded_as_torch_rounds_them(value: float) -> N
         ring.masters["w"].fill_(value)
     parameter.grad = torch.zeros_like(parameter)
     ring.update(0, 0, 1.0)
-    torch.testing.assert_close(
-        ring.version(0)[0], ring.masters["w"].detach().bfloat16(), equal_nan=True, rtol=0, atol=0
-    )
+    master = ring.masters["w"].detach()
+    exact = {"equal_nan": True, "rtol": 0, "atol": 0}
+    torch.testing.assert_close(master, torch.full_like(master, value), **exact)
+    torch.testing.assert_close(ring.version(0)[0], master.bfloat16(), **exact)
+
+
+def test_a_captured_update_is_one_more_step_each_time() -> None:
+    """Adam's count and the rates that a group has when it is captured are in the graph."""
+    name, args = OPTIMIZERS[-1]
+    launched, replayed = ring_of(name, args), ring_of(name, args)
+    assert replayed._fused is not None
+    gradients = [torch.randn_like(p) for p in launched.parameters.values()]
+
+    def update(ring: weights.WeightRing) -> None:
+        for parameter, gradient in zip(ring.parameters.values(), gradients, strict=True):
+            parameter.grad = gradient
+        ring.update(0, 1, 1.0)
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for _ in range(5):
+            update(launched)
+        update(replayed)
+        replay = Clock(torch.device("cuda")).captured(lambda: update(replayed))
+        assert replay is not None
+        for _ in range(4):
+            replay()
+        torch.cuda.synchronize()
+    for ours, theirs in zip(replayed.masters.values(), launched.masters.values(), strict=True):
+        assert torch.equal(ours, theirs)
+        assert replayed.optimizer is not None
+        assert float(replayed.optimizer.state[ours]["step"]) == 5.0
 
 
 @pytest.mark.parametrize(

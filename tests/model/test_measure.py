@@ -18,9 +18,9 @@ from pdmpi.config.run import ModelConfig, RunConfig
 from pdmpi.errors import InputError
 from pdmpi.graph.graph import INPUT
 from pdmpi.model.build import build_stage
-from pdmpi.model.measure import profile_model
 from pdmpi.model.trace import trace_model
 from pdmpi.plan.store import load_profile
+from pdmpi.runtime.profiling import profile_run
 
 
 def net() -> nn.Module:
@@ -61,7 +61,7 @@ def test_bytes_are_exact() -> None:
     run = config("net", [3, 8, 8], optimizer={"name": "Adam", "args": {"lr": 0.1}}, schedule={
         "name": "gpipe", "microbatches": 2,
     })  # fmt: skip
-    profile = profile_model(run, repeats=3, budget_s=0.5)
+    profile = profile_run(run, repeats=3, budget_s=0.5)
     assert profile.microbatch_size == 3
     costs = dict(zip((layer.name for layer in profile.graph.layers), profile.costs, strict=True))
     plane = 3 * 8 * 8 * 4
@@ -86,13 +86,13 @@ def test_bytes_are_exact() -> None:
     ("name", "args", "factor"), [("SGD", {"lr": 0.1}, 0.0), ("SGD", {"lr": 0.1, "momentum": 0.9}, 1.0)]
 )
 def test_optimizer_state(name: str, args: dict[str, float], factor: float) -> None:
-    profile = profile_model(config("net", [3, 8, 8], optimizer={"name": name, "args": args}), repeats=3)
+    profile = profile_run(config("net", [3, 8, 8], optimizer={"name": name, "args": args}), repeats=3)
     assert profile.optimizer_state_factor == factor
 
 
 def test_times_are_those_of_a_training_step() -> None:
     run = config("heavy", [64], train={"minibatch_size": 12, "steps": 1})
-    profile = profile_model(run, repeats=8, budget_s=3.0)
+    profile = profile_run(run, repeats=8, budget_s=3.0)
     costs = dict(zip((layer.name for layer in profile.graph.layers), profile.costs, strict=True))
     assert costs["2"].forward_s > 5 * costs["0.0"].forward_s
     assert costs["2"].backward_s > 5 * costs["4.0"].backward_s
@@ -110,8 +110,8 @@ def test_times_are_those_of_a_training_step() -> None:
 def test_a_model_that_does_not_fit_is_measured_in_parts() -> None:
     run = config("net", [3, 8, 8])
     told: list[tuple[int, int, str]] = []
-    whole = profile_model(run, repeats=3)
-    parts = profile_model(run, repeats=3, memory_bytes=1, tell=lambda *done: told.append(done))
+    whole = profile_run(run, repeats=3)
+    parts = profile_run(run, repeats=3, memory_bytes=1, tell=lambda *done: told.append(done))
     assert told == [(1, 5, "0"), (2, 5, "1"), (3, 5, "2"), (4, 5, "3"), (5, 5, "4")]
     assert parts.graph == whole.graph
     assert [c.saved_bytes for c in parts.costs] == [c.saved_bytes for c in whole.costs]
@@ -131,11 +131,11 @@ def test_a_call_costs_little_more_than_its_layers() -> None:
 
 def test_what_cannot_be_profiled_is_said() -> None:
     with pytest.raises(InputError, match="has no parameters; there is nothing to train"):
-        profile_model(config("nothings", [3]))
+        profile_run(config("nothings", [3]))
     with pytest.raises(InputError, match="holds 12 samples, a microbatch 64; lower minibatch_size"):
-        profile_model(config("net", [3, 8, 8], train={"minibatch_size": 64, "steps": 1}))
+        profile_run(config("net", [3, 8, 8], train={"minibatch_size": 64, "steps": 1}))
     with pytest.raises(InputError, match=r"\[optimizer\].*'Adem'.*did you mean 'Adam'"):
-        profile_model(config("net", [3, 8, 8], optimizer={"name": "Adem"}), repeats=3)
+        profile_run(config("net", [3, 8, 8], optimizer={"name": "Adem"}), repeats=3)
 
 
 def test_the_command_writes_what_it_prints(tmp_path: Path) -> None:

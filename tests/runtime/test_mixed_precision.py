@@ -50,7 +50,7 @@ def test_a_shared_parameter_has_one_master() -> None:
 
 def test_small_steps_count() -> None:
     """A step far below the resolution of bfloat16 moves the master."""
-    from pdmpi.model.weights import WeightRing
+    from pdmpi.runtime.weights import WeightRing
 
     parameter = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
     ring = WeightRing({"w": parameter}, 2, lambda masters: torch.optim.SGD(masters.values(), lr=1.0))

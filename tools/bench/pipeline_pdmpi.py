@@ -21,13 +21,13 @@ import torch
 from pipeline_rows import Row, config_of
 
 from pdmpi.cli.plan import command as plan_command
-from pdmpi.model.measure import profile_model
 from pdmpi.plan.cluster import Cluster, Device, Level
 from pdmpi.plan.cluster_text import cluster_to_text
 from pdmpi.plan.plan import Plan
 from pdmpi.plan.store import load_plan, plan_from_bytes, plan_to_bytes, save_profile
 from pdmpi.runtime.agree import from_rank_0
 from pdmpi.runtime.place import open_transport
+from pdmpi.runtime.profiling import profile_run
 from pdmpi.runtime.setup import load_datasets
 from pdmpi.runtime.trainer import Position, Trainer
 from pdmpi.simulate.costs import costs_of
@@ -86,7 +86,7 @@ class Bench:
         profile = self.directory / f"{row.model}-{row.depth}-{row.size}.h5"
         if not profile.exists():
             single = replace(row, schedule="pipedream", microbatches=1)
-            found = profile_model(config_of(single, minibatches), device=self.device, budget_s=6.0)
+            found = profile_run(config_of(single, minibatches), device=self.device, budget_s=6.0)
             save_profile(found, profile)
             gc.collect()
             torch.cuda.empty_cache()
@@ -125,6 +125,7 @@ class Bench:
         allocated = torch.cuda.max_memory_allocated()
         mine = json.dumps([self._memory(trainer), self._graphs(trainer), allocated]).encode()
         everyone = [json.loads(part) for part in self.transport.gather(mine)]
+        trainer.close()
         if timeline is None:
             return {}
         costs = costs_of(plan)

@@ -31,7 +31,6 @@ from pdmpi.config.run import RunConfig
 from pdmpi.graph import Ref
 from pdmpi.graph.graph import INPUT
 from pdmpi.model.build import build_stage, load_factory
-from pdmpi.model.measure import profile_model
 from pdmpi.model.stage import StageModule
 from pdmpi.model.trace import TracedModel
 from pdmpi.plan.cluster import Cluster
@@ -41,6 +40,7 @@ from pdmpi.plan.profile import Profile
 from pdmpi.plan.store import plan_from_bytes, plan_to_bytes
 from pdmpi.runtime.cluster import measured_cluster
 from pdmpi.runtime.evaluation import Score
+from pdmpi.runtime.profiling import profile_run
 from pdmpi.runtime.report import SegmentReport
 from pdmpi.runtime.setup import load_datasets, trace_run
 from pdmpi.runtime.trainer import Position, Trainer
@@ -351,7 +351,7 @@ def main() -> None:
 
         def packed(schedule: str = schedule, parts: int = parts) -> bytes:
             config = config_of(case, schedule, 2)
-            profile = profile_model(config, repeats=case["profile_repeats"])
+            profile = profile_run(config, repeats=case["profile_repeats"])
             choice = ScheduleChoice(name=schedule, microbatches=parts)
             return plan_to_bytes(partition(profile, alone(), choice, shape=(1,)))
 

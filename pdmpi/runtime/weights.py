@@ -18,8 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from pdmpi.model.fused_step import fused_step
 from pdmpi.model.precision import is_sixteen_bits
+from pdmpi.runtime.fused_step import fused_step
 
 __all__ = ["WeightRing"]
 
@@ -60,6 +60,9 @@ class WeightRing:
         Versions that can be alive at once: the stage's in-flight depth.
     make_optimizer
         Builds the optimizer over the ring's own parameter objects, by name.
+    fuses
+        Whether updates may be made by one kernel, where there is one: nothing looks at the
+        gradients or the optimizer's state between `gather` and `step`.
     """
 
     def __init__(
@@ -67,6 +70,8 @@ class WeightRing:
         parameters: Mapping[str, nn.Parameter],
         num_slots: int,
         make_optimizer: Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer | None],
+        *,
+        fuses: bool = True,
     ) -> None:
         self.parameters = dict(parameters)
         self._own = list(self.parameters.values())
@@ -83,7 +88,7 @@ class WeightRing:
         held = [_master(view) for view in self._views[0]] if self._rounds else self._views[0]
         self._masters = {name: nn.Parameter(v) for name, v in zip(parameters, held, strict=True)}
         self.optimizer = make_optimizer(self._masters)
-        self._fused = fused_step(self.optimizer, self._own)
+        self._fused = fused_step(self.optimizer, self._own) if fuses else None
         self._selected = -1
         self._newest = 0
         self.select(0)
@@ -122,12 +127,12 @@ class WeightRing:
 
     def update(self, read: int, write: int, scale: float) -> None:
         """Step from the version in ``read`` to ``write`` with the gradients times ``scale``; clear them."""
-        if self._fused is None:
+        pairs = list(zip(self._own, self._masters.values(), strict=True))
+        gradients = {master: own.grad for own, master in pairs if own.grad is not None}
+        if self._fused is None or any(g.layout != torch.strided for g in gradients.values()):
             self.gather(scale)
             self.step(read, write)
             return
-        pairs = list(zip(self._own, self._masters.values(), strict=True))
-        gradients = {master: own.grad for own, master in pairs if own.grad is not None}
         versions = {master: view for (_, master), view in zip(pairs, self._views[write], strict=True)}
         self._fused(gradients, versions, scale)
         for own in self._own:

@@ -1,19 +1,26 @@
 """One pass over memory for an update in 16 bits on a GPU.
 
 Casting the gradients to float32, scaling them, stepping the masters and rounding the new version
-are four passes, which for SGD with momentum move 32 bytes a parameter or more; one kernel moves 20
-and keeps no copy of the gradients.  It computes in float32 what `torch.optim` does.
+are four passes, which for SGD with momentum move 40 bytes a parameter; one kernel moves 20 and
+keeps no copy of the gradients.  It computes in float32 what `torch.optim` does.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
+
+from pdmpi.errors import PdmpiError
+
+if TYPE_CHECKING:  # importing it needs CuPy
+    from pdmpi.transport.kernels import Kernels
 
 __all__ = ["FusedStep", "fused_step"]
 
@@ -60,25 +67,27 @@ struct Sgd {
     __device__ Sgd(const double* knobs, const float*)
         : scale(knobs[0]), lr(knobs[1]), momentum(knobs[2]), decay(knobs[3]), nesterov(knobs[4] != 0.0) {}
     __device__ void operator()(float gradient, float& master, float& first, float&) const {
-        gradient = gradient * scale + decay * master;
+        gradient = gradient * scale;
+        if (decay != 0.0f) gradient += decay * master;
         first = momentum * first + gradient;
         master -= lr * (nesterov ? gradient + momentum * first : first);
     }
 };
 
 struct Adam {
-    float scale, decay, shrink, keep1, take1, keep2, take2, epsilon, size, root;
+    float scale, decay, shrinkage, beta1, rest1, beta2, rest2, epsilon, step_size, root;
     __device__ Adam(const double* knobs, const float* step)
-        : scale(knobs[0]), decay(knobs[2]), shrink(knobs[3]), keep1(knobs[4]), take1(1.0 - knobs[4]),
-          keep2(knobs[5]), take2(1.0 - knobs[5]), epsilon(knobs[6]),
-          size(knobs[1] / (1.0 - pow(knobs[4], (double)*step))),
+        : scale(knobs[0]), decay(knobs[2]), shrinkage(knobs[3]), beta1(knobs[4]), rest1(1.0 - knobs[4]),
+          beta2(knobs[5]), rest2(1.0 - knobs[5]), epsilon(knobs[6]),
+          step_size(knobs[1] / (1.0 - pow(knobs[4], (double)*step))),
           root(sqrt(1.0 - pow(knobs[5], (double)*step))) {}
     __device__ void operator()(float gradient, float& master, float& first, float& second) const {
-        gradient = gradient * scale + decay * master;
-        master -= shrink * master;
-        first = keep1 * first + take1 * gradient;
-        second = keep2 * second + take2 * gradient * gradient;
-        master -= size * first / (sqrtf(second) / root + epsilon);
+        gradient = gradient * scale;
+        if (decay != 0.0f) gradient += decay * master;
+        if (shrinkage != 0.0f) master -= shrinkage * master;
+        first = beta1 * first + rest1 * gradient;
+        second = beta2 * second + rest2 * gradient * gradient;
+        master -= step_size * first / (sqrtf(second) / root + epsilon);
     }
 };
 
@@ -161,10 +170,14 @@ def fused_step(optimizer: torch.optim.Optimizer | None, parameters: Sequence[Ten
     if not all(rule[0](group) for group in optimizer.param_groups):
         return None
     try:
-        import cupy
-    except ImportError:
+        from pdmpi.transport.kernels import Kernels
+
+        options = (f"-DMOST={_MOST}", f"-DTHREADS={_THREADS}", f"-DCHUNK={_CHUNK}")
+        kernels = Kernels(_SOURCE, ("sgd0", "sgd1", "adam"), options)
+    except (ImportError, PdmpiError) as error:
+        warnings.warn(f"updates in 16 bits take more than twice as long: {error}", stacklevel=2)
         return None
-    return FusedStep(optimizer, rule[1], cupy)
+    return FusedStep(optimizer, rule[1], kernels)
 
 
 class FusedStep:
@@ -174,13 +187,10 @@ class FusedStep:
     keep whole segments of the allocator from being given back.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, knobs: _Knobs, cupy: Any) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, knobs: _Knobs, kernels: Kernels) -> None:
         self._optimizer = optimizer
         self._knobs = knobs
-        self._cupy = cupy
-        options = (f"-DMOST={_MOST}", f"-DTHREADS={_THREADS}", f"-DCHUNK={_CHUNK}")
-        module = cupy.RawModule(code=_SOURCE, options=options)
-        self._kernels = {name: module.get_function(name) for name in ("sgd0", "sgd1", "adam")}
+        self._kernels = kernels
         for group in optimizer.param_groups:
             for master in group["params"]:
                 _state_of(optimizer, master, knobs(group)[0])
@@ -216,16 +226,12 @@ class FusedStep:
                     for g, p, state in zip(held, members, states, strict=True)
                     if p.numel()
                 ]
+                stream = torch.cuda.current_stream().cuda_stream
                 for table, blocks in _tables(rows, (scale, *numbers)):
-                    self._launch(name, table, blocks)
+                    self._kernels.launch(name, blocks, _THREADS, table, stream)
             left = [p for p in versions if p not in gradients]
             if left:
                 torch._foreach_copy_([versions[p] for p in left], [*left])
-
-    def _launch(self, name: str, table: np.ndarray[Any, Any], blocks: int) -> None:
-        stream = self._cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream)
-        with stream:
-            self._kernels[name]((blocks,), (_THREADS,), (table,))
 
 
 _Knobs = Callable[[Mapping[str, Any]], tuple[str, tuple[float, ...]]]
@@ -256,8 +262,8 @@ def _sgd_knobs(group: Mapping[str, Any]) -> tuple[str, tuple[float, ...]]:
 def _adam_knobs(group: Mapping[str, Any]) -> tuple[str, tuple[float, ...]]:
     decay = group["weight_decay"]
     apart = group.get("decoupled_weight_decay", False)
-    joint, shrink = (0.0, group["lr"] * decay) if apart else (decay, 0.0)
-    return "adam", (group["lr"], joint, shrink, *group["betas"], group["eps"])
+    coupled, shrinkage = (0.0, group["lr"] * decay) if apart else (decay, 0.0)
+    return "adam", (group["lr"], coupled, shrinkage, *group["betas"], group["eps"])
 
 
 def _adamw_knobs(group: Mapping[str, Any]) -> tuple[str, tuple[float, ...]]:
@@ -279,6 +285,9 @@ def _state_of(optimizer: torch.optim.Optimizer, master: nn.Parameter, name: str)
     if name == "adam" and not state:
         state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
         state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.device != master.device:  # a kernel reads it by its address
+            state[key] = value.to(master.device)
     return state
 
 
@@ -286,7 +295,7 @@ _Row = tuple[Tensor, nn.Parameter, Tensor, Mapping[str, Any]]
 """Gradient, master, version and state of one parameter."""
 
 
-def _tables(rows: Sequence[_Row], knobs: Sequence[float]) -> Iterator[tuple[np.ndarray[Any, Any], int]]:
+def _tables(rows: Sequence[_Row], knobs: Sequence[float]) -> Iterator[tuple[NDArray[Any], int]]:
     """Yield the arguments of each launch and its number of blocks."""
     for begin in range(0, len(rows), _MOST):
         table, blocks = np.zeros(1, _TABLE), 0
