@@ -255,9 +255,11 @@ class GraphedPlayer(Player):
 
     def _whole_backward(self, one: Pass, k: int, version: int, *slots: int) -> None:
         """Run a backward that leaves the gradients where the update finds them."""
-        trained = self._trained or ()
+        trained, keeps = self._trained or (), self._keeps_gradients(one)
+        if keeps and one.opens:
+            torch._foreach_zero_(list(self._gradients.values()))
         for parameter in self.weights.parameters.values():
-            parameter.grad = None if one.opens else self._gradients.get(parameter)
+            parameter.grad = self._gradients.get(parameter) if keeps or not one.opens else None
         if one.reduces:
             super().arm_reduce()
         super().backward(k, version, *slots)
@@ -265,15 +267,8 @@ class GraphedPlayer(Player):
             raise _CaptureError("the set of parameters that get a gradient changes")
         if one.reduces:
             super().wait_reduce()
-        elif self._keeps_gradients(one):
-            made: list[tuple[Any, Tensor]] = [
-                (p.grad, self._gradients[p]) for p in trained if p.grad is not self._gradients[p]
-            ]
-            if made:
-                with torch.no_grad():
-                    torch._foreach_copy_([place for _, place in made], [new for new, _ in made])
-            for parameter in trained:
-                parameter.grad = self._gradients[parameter]
+        elif keeps and any(p.grad is not self._gradients[p] for p in trained):
+            raise _CaptureError("a gradient is not added in place")
 
     def _keeps_gradients(self, one: Pass) -> bool:
         """Whether gradients wait in a fixed place after the backward."""
