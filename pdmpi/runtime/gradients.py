@@ -38,10 +38,22 @@ class _Bucket:
             self.views[parameter] = self.flat[offset : offset + parameter.numel()].view(parameter.shape)
             offset += room
         self.dtype = str(first.dtype).removeprefix("torch.")
-        self.places = {parameter: i for i, parameter in enumerate(members)}
         self.missing = set(members)
-        self.without: set[int] = set()
+        """Members whose gradients are not known to be finished."""
+        self.without: list[int] = []
         """Members that this replica's backward left without a gradient."""
+
+    def fill(self) -> None:
+        """Take all members' gradients, in few kernels."""
+        gradients = {p: p.grad for p in self.members if p.grad is not None}
+        self.without = [i for i, p in enumerate(self.members) if p not in gradients]
+        with torch.no_grad():
+            self.present.fill_(1.0)  # from no memory of the host
+            for i in self.without:
+                self.present[i].zero_()
+                self.views[self.members[i]].zero_()
+            if gradients:
+                torch._foreach_copy_([self.views[p] for p in gradients], list(gradients.values()))
 
 
 def _fill(parameters: Sequence[nn.Parameter], limit: int, allocate: Allocate) -> list[_Bucket]:
@@ -87,8 +99,7 @@ class GradientReducer:
     def wait(self) -> None:
         """Post what is left, wait for all sums and make them the parameters' gradients."""
         for bucket in self._buckets:
-            for parameter in tuple(bucket.missing):
-                self._take(bucket, parameter)
+            bucket.missing.clear()
         self._post_ready()
         for request in self._requests:
             request.wait()
@@ -97,7 +108,7 @@ class GradientReducer:
             for i, (parameter, view) in enumerate(bucket.views.items()):
                 unused = present is not None and i in bucket.without and not present[i]
                 parameter.grad = None if unused else view
-            bucket.without.clear()
+            bucket.without = []
             bucket.missing.update(bucket.members)
         self._requests.clear()
         self._armed = False
@@ -113,24 +124,14 @@ class GradientReducer:
             reducer, filled = own_reducer(), own_bucket()
             if reducer is not None and filled is not None and reducer._armed:
                 assert isinstance(parameter, nn.Parameter)
-                reducer._take(filled, parameter)
+                filled.missing.discard(parameter)
                 reducer._post_ready()
 
         return ready
-
-    def _take(self, bucket: _Bucket, parameter: nn.Parameter) -> None:
-        with torch.no_grad():
-            place = bucket.places[parameter]
-            bucket.present[place].fill_(float(parameter.grad is not None))  # from no memory of the host
-            if parameter.grad is None:
-                bucket.without.add(place)
-                bucket.views[parameter].zero_()
-            else:
-                bucket.views[parameter].copy_(parameter.grad)
-        bucket.missing.discard(parameter)
 
     def _post_ready(self) -> None:
         for bucket in self._buckets[len(self._requests) :]:
             if bucket.missing:
                 return
+            bucket.fill()
             self._requests.append(self._sums[len(self._requests)].post())
