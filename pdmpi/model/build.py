@@ -1,10 +1,9 @@
-"""From names to callables, and from a traced model to one stage's module with real weights."""
+"""From a traced model to one stage's module with real weights."""
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -17,32 +16,7 @@ from pdmpi.model.steps import Steps
 if TYPE_CHECKING:
     from pdmpi.model.trace import TracedModel
 
-__all__ = ["build_model", "build_stage", "load_factory"]
-
-
-def load_factory(name: str) -> Callable[..., Any]:
-    """Import what ``"module:callable"`` names.
-
-    Raises
-    ------
-    InputError
-        When the module cannot be imported or has no such callable.
-    """
-    module_name, _, attribute = name.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise InputError(
-            f"factory = {name!r}: cannot import {module_name!r} ({error}); "
-            "install it, or put its folder on PYTHONPATH"
-        ) from error
-    found = getattr(module, attribute, None)
-    if not callable(found):
-        known = [n for n in vars(module) if not n.startswith("_") and callable(getattr(module, n))]
-        raise InputError(
-            f"factory = {name!r}: {module_name!r} has no callable {attribute!r}{nearest(attribute, known)}"
-        )
-    return found  # type: ignore[no-any-return]
+__all__ = ["build_model", "build_stage"]
 
 
 def build_stage(

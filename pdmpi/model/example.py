@@ -10,7 +10,7 @@ from torch.utils.data import default_collate
 
 from pdmpi.config.run import RunConfig
 from pdmpi.errors import InputError
-from pdmpi.model.build import load_factory
+from pdmpi.model.factory import load_factory
 from pdmpi.model.tree import map_tree
 
 __all__ = ["cast_floating", "dtype_of", "example_batch", "microbatch_size"]

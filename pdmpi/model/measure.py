@@ -24,8 +24,9 @@ from pdmpi.config.run import ModelConfig, RunConfig
 from pdmpi.errors import InputError
 from pdmpi.graph import Layer, Ref
 from pdmpi.graph.graph import INPUT
-from pdmpi.model.build import build_stage, load_factory
+from pdmpi.model.build import build_stage
 from pdmpi.model.example import cast_floating, dtype_of, example_batch, microbatch_size
+from pdmpi.model.factory import load_factory
 from pdmpi.model.precision import autocasting
 from pdmpi.model.timing import Clock, LayerSample, SavedBytes, Step, torch_threads
 from pdmpi.model.trace import TracedModel, trace_model

@@ -17,9 +17,9 @@ from pdmpi.config.run import ModelConfig
 from pdmpi.errors import InputError
 from pdmpi.graph import LayerGraph, Ref
 from pdmpi.graph.graph import INPUT
-from pdmpi.model.build import load_factory
 from pdmpi.model.compare import Differs, with_batch_size, with_evaluation
 from pdmpi.model.deferred import Tape, cast, storage_id
+from pdmpi.model.factory import load_factory
 from pdmpi.model.layers import Layers, LayerState, layers_of
 from pdmpi.model.no_compiler import without_compiler
 from pdmpi.model.record import record

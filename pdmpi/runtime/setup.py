@@ -16,8 +16,9 @@ from pdmpi.config.run import RunConfig
 from pdmpi.errors import InputError
 from pdmpi.graph import Ref, TensorSpec
 from pdmpi.graph.graph import INPUT
-from pdmpi.model.build import build_stage, load_factory
+from pdmpi.model.build import build_stage
 from pdmpi.model.example import dtype_of, example_batch, microbatch_size
+from pdmpi.model.factory import load_factory
 from pdmpi.model.optimizer import check_optimizer, make_optimizer, parameter_groups
 from pdmpi.model.trace import TracedModel, trace_model
 from pdmpi.plan.plan import Plan, ScheduleChoice

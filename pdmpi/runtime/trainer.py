@@ -15,8 +15,8 @@ from torch.utils.data import Dataset
 
 from pdmpi.config.run import RunConfig
 from pdmpi.errors import InputError
-from pdmpi.model.build import load_factory
 from pdmpi.model.example import dtype_of, microbatch_size
+from pdmpi.model.factory import load_factory
 from pdmpi.plan.plan import Plan
 from pdmpi.runtime.clock import DeviceClock
 from pdmpi.runtime.evaluation import Score, Scorer, score_problems

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from pdmpi.config.run import ModelConfig
 from pdmpi.errors import InputError
 from pdmpi.graph import Ref
-from pdmpi.model.build import build_model, build_stage, load_factory
+from pdmpi.model.build import build_model, build_stage
+from pdmpi.model.factory import load_factory
 from pdmpi.model.trace import TracedModel, trace_model
 
 

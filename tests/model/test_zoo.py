@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from test_partition import assert_equal, close
 
 from pdmpi.config.load import load_config
-from pdmpi.model.build import build_model, load_factory
+from pdmpi.model.build import build_model
 from pdmpi.model.example import cast_floating, dtype_of, example_batch
+from pdmpi.model.factory import load_factory
 from pdmpi.model.trace import TracedModel, trace_model
 from pdmpi.model.tree import tensors_of
 

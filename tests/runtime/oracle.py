@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from pdmpi.config.run import RunConfig
-from pdmpi.model.build import build_stage, load_factory
+from pdmpi.model.build import build_stage
 from pdmpi.model.example import cast_floating, dtype_of
+from pdmpi.model.factory import load_factory
 from pdmpi.model.optimizer import make_optimizer
 from pdmpi.model.tree import map_tree
 from pdmpi.plan.plan import Plan

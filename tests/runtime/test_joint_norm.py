@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from pdmpi.config.run import RunConfig
 from pdmpi.errors import InputError, PdmpiError
-from pdmpi.model.build import build_stage, load_factory
+from pdmpi.model.build import build_stage
+from pdmpi.model.factory import load_factory
 from pdmpi.model.optimizer import make_optimizer
 from pdmpi.plan.plan import Plan
 from pdmpi.runtime.feed import epoch_order

@@ -8,7 +8,8 @@ from harness import assert_same, make_plan, run_config, serialise_forwards, trac
 from torch import Tensor, nn
 
 from pdmpi.config.run import RunConfig
-from pdmpi.model.build import build_stage, load_factory
+from pdmpi.model.build import build_stage
+from pdmpi.model.factory import load_factory
 from pdmpi.model.optimizer import make_optimizer
 from pdmpi.plan.plan import Plan
 from pdmpi.runtime.feed import epoch_order

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, Subset
 
 from pdmpi.config.load import load_config
 from pdmpi.config.run import RunConfig
-from pdmpi.model.build import load_factory
+from pdmpi.model.factory import load_factory
 from pdmpi.plan.cluster import Cluster, Level
 from pdmpi.plan.cuts import cuts_of
 from pdmpi.plan.partition import partition

@@ -25,7 +25,7 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining import schedules
 from torch.nn.parallel import DistributedDataParallel
 
-from pdmpi.model.build import load_factory
+from pdmpi.model.factory import load_factory
 from pdmpi.plan.store import load_plan
 
 WARM_UP = 3

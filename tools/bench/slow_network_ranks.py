@@ -30,7 +30,8 @@ from pdmpi.config.load import parse_config
 from pdmpi.config.run import RunConfig
 from pdmpi.graph import Ref
 from pdmpi.graph.graph import INPUT
-from pdmpi.model.build import build_stage, load_factory
+from pdmpi.model.build import build_stage
+from pdmpi.model.factory import load_factory
 from pdmpi.model.stage import StageModule
 from pdmpi.model.trace import TracedModel
 from pdmpi.plan.cluster import Cluster
