@@ -21,9 +21,9 @@ from pdmpi.transport.links import Link, measure_links
 
 __all__ = ["SUM_BYTES", "measured_cluster", "measured_sum_s"]
 
-SUM_BYTES = 64 << 20
+SUM_BYTES = 16 << 20
 """What a sum over all ranks is measured with."""
-_SUMS = 5
+_SUMS = 3
 _CPU = torch.device("cpu")
 
 _ALONE_S, _TOGETHER_S = 0.5, 2.0
