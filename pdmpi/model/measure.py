@@ -120,8 +120,8 @@ def profile_model(
             step = Step(
                 traced, stages, values, criterion, clock, precision=partial(autocasting, dtype, place)
             )
-            graphs = config.runtime.cuda_graphs is not False
-            _repeat(step, saved, repeats, budget_s * len(chunk) / len(layers), graphs)
+            share_s = budget_s * len(chunk) / len(layers)
+            _repeat(step, saved, repeats, share_s, graphs=bool(config.runtime.cuda_graphs))
             graphed = graphed and step.is_captured
             samples.update(step.samples)
             values = _live(traced, step.values, chunk[-1])

@@ -220,10 +220,9 @@ class FusedStep:
                 steps = [state["step"] for state in states if "step" in state]
                 if steps:
                     torch._foreach_add_(steps, 1.0)
-                held = [gradients[p].contiguous() for p in members]
                 rows = [
-                    (g, p, versions[p], state)
-                    for g, p, state in zip(held, members, states, strict=True)
+                    (gradients[p].contiguous(), p, versions[p], state)
+                    for p, state in zip(members, states, strict=True)
                     if p.numel()
                 ]
                 stream = torch.cuda.current_stream().cuda_stream
@@ -301,14 +300,12 @@ def _tables(rows: Sequence[_Row], knobs: Sequence[float]) -> Iterator[tuple[NDAr
         table, blocks = np.zeros(1, _TABLE), 0
         entry = table[0]
         for i, (gradient, master, version, state) in enumerate(rows[begin : begin + _MOST]):
-            first = state.get("momentum_buffer", state.get("exp_avg"))
-            pointers = {"first": first, "second": state.get("exp_avg_sq"), "step": state.get("step")}
-            for key, tensor in {
-                "gradient": gradient,
-                "master": master,
-                "version": version,
-                **pointers,
-            }.items():
+            addressed = {
+                "gradient": gradient, "master": master, "version": version,
+                "first": state.get("momentum_buffer", state.get("exp_avg")),
+                "second": state.get("exp_avg_sq"), "step": state.get("step"),
+            }  # fmt: skip
+            for key, tensor in addressed.items():
                 entry[key][i] = 0 if tensor is None else tensor.data_ptr()
             entry["size"][i], entry["block"][i] = master.numel(), blocks
             blocks += math.ceil(master.numel() / _CHUNK)

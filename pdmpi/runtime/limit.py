@@ -25,8 +25,8 @@ from pdmpi.runtime.slots import Allocate
 from pdmpi.transport.base import Request, Transport
 
 __all__ = [
-    "JointLimit", "Limit", "Limited", "Verdict", "limit_notes", "limit_of", "limit_problems", "squared_norm",
-    "updates_jointly",
+    "JointLimit", "Limit", "Limited", "Verdict", "limit_notes", "limit_of", "limit_problems",
+    "looks_into_updates", "squared_norm", "updates_jointly",
 ]  # fmt: skip
 
 _EPSILON = 1e-6
@@ -158,6 +158,11 @@ def scales_loss(config: RunConfig) -> bool:
 def is_limited(config: RunConfig) -> bool:
     """Whether anything depends on the norm of gradients."""
     return config.optimizer.clip_norm is not None or scales_loss(config)
+
+
+def looks_into_updates(config: RunConfig) -> bool:
+    """Whether a run looks at gradients or momentum between updates, so that no one kernel can make them."""
+    return is_limited(config) or config.schedule.weight_prediction
 
 
 def limit_of(config: RunConfig) -> Limit | None:

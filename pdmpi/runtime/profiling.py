@@ -16,7 +16,7 @@ from pdmpi.model.optimizer import make_optimizer
 from pdmpi.model.precision import is_sixteen_bits
 from pdmpi.model.timing import Clock
 from pdmpi.runtime.graphs import can_capture
-from pdmpi.runtime.limit import limit_of, squared_norm
+from pdmpi.runtime.limit import limit_of, looks_into_updates, squared_norm
 from pdmpi.runtime.weights import WeightRing
 
 __all__ = ["profile_run", "update_costs"]
@@ -42,7 +42,7 @@ def update_costs(config: RunConfig, clock: Clock, device: torch.device) -> Updat
         {str(i): nn.Parameter(weight) for i, weight in enumerate(weights)},
         num_slots=1,
         make_optimizer=lambda masters: make_optimizer(config.optimizer, masters.values(), device),
-        fuses=limit is None and not config.schedule.weight_prediction,
+        fuses=not looks_into_updates(config),
     )
     scale = 1.0 / config.schedule.microbatches
 
@@ -59,7 +59,7 @@ def update_costs(config: RunConfig, clock: Clock, device: torch.device) -> Updat
         for total, gradient in zip(sums, gradients, strict=True):
             total.add_(gradient)
 
-    graphs = config.runtime.cuda_graphs is not False
+    graphs = bool(config.runtime.cuda_graphs)
     update_s = _seconds(update, clock, graphs and limit is None and can_capture(ring.optimizer))
     assert ring.optimizer is not None
     state = [t for held in ring.optimizer.state.values() for t in held.values() if isinstance(t, Tensor)]

@@ -28,7 +28,14 @@ from pdmpi.runtime.capture import CudaCapturer
 from pdmpi.runtime.gradients import GradientReducer
 from pdmpi.runtime.graphs import GraphedPlayer
 from pdmpi.runtime.joint_norm import JointNormalisation
-from pdmpi.runtime.limit import JointLimit, Limit, limit_of, limit_problems, updates_jointly
+from pdmpi.runtime.limit import (
+    JointLimit,
+    Limit,
+    limit_of,
+    limit_problems,
+    looks_into_updates,
+    updates_jointly,
+)
 from pdmpi.runtime.loss_scale import LossScale
 from pdmpi.runtime.mailbox import Mailbox
 from pdmpi.runtime.player import Player
@@ -350,7 +357,7 @@ def build_rank(
             trainable,
             training.slots[stage].weights,
             partial(_optimizer, config, names=names, device=device),
-            fuses=limit is None and not config.schedule.weight_prediction,
+            fuses=not looks_into_updates(config),
         )
         players[stage] = played(
             module,

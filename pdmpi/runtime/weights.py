@@ -31,6 +31,10 @@ def _master(view: Tensor) -> Tensor:
     return view.float() if is_sixteen_bits(view.dtype) else view.clone()
 
 
+def _is_sparse(gradient: Tensor | None) -> bool:
+    return gradient is not None and gradient.layout != torch.strided
+
+
 def _flat_views(like: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """Allocate one flat buffer a dtype and return them with one view a tensor, in order."""
     offsets: list[int] = []
@@ -127,12 +131,12 @@ class WeightRing:
 
     def update(self, read: int, write: int, scale: float) -> None:
         """Step from the version in ``read`` to ``write`` with the gradients times ``scale``; clear them."""
-        pairs = list(zip(self._own, self._masters.values(), strict=True))
-        gradients = {master: own.grad for own, master in pairs if own.grad is not None}
-        if self._fused is None or any(g.layout != torch.strided for g in gradients.values()):
+        if self._fused is None or any(_is_sparse(p.grad) for p in self._own):
             self.gather(scale)
             self.step(read, write)
             return
+        pairs = list(zip(self._own, self._masters.values(), strict=True))
+        gradients = {master: own.grad for own, master in pairs if own.grad is not None}
         versions = {master: view for (_, master), view in zip(pairs, self._views[write], strict=True)}
         self._fused(gradients, versions, scale)
         for own in self._own:

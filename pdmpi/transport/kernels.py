@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import cupy
-import numpy as np
-from cupy.cuda.compiler import CompileException
+from cupy.cuda.compiler import CompileException, compile_using_nvrtc
+from cupy.cuda.function import Module
 from numpy.typing import NDArray
 
 from pdmpi.errors import PdmpiError
@@ -35,7 +35,9 @@ class Kernels:
 
     def __init__(self, source: str, names: Sequence[str], options: Sequence[str] = ()) -> None:
         try:
-            module = cupy.RawModule(code=source, options=tuple(options))
+            module = Module()
+            # not `cupy.RawModule`, which rounds subnormal numbers to zero whatever the options
+            module.load(compile_using_nvrtc(source, tuple(options))[0])
             self._functions = {name: module.get_function(name) for name in names}
         except (CompileException, RuntimeError, OSError) as error:
             raise PdmpiError(f"CuPy compiles no kernels here: {str(error).strip().splitlines()[0]}") from None
@@ -56,4 +58,4 @@ class Kernels:
         """
         assert argument.shape == (1,)
         with cupy.cuda.ExternalStream(stream):
-            self._functions[name]((blocks,), (threads,), (np.ascontiguousarray(argument),))
+            self._functions[name]((blocks,), (threads,), (argument,))
