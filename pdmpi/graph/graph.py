@@ -152,6 +152,20 @@ class LayerGraph:
         """Whether a gradient flows back over a value."""
         return self.spec(ref).requires_grad and self.depends[self.index[ref.layer]]
 
+    def gradient_bytes_over(self, name: str) -> int:
+        """Return the bytes of the gradients that have arrived, and wait, when a layer runs backward.
+
+        They are those of values that the layer or one before it makes and a later one, or the loss, reads:
+        its own outputs', and those that skip over it.
+        """
+        at = self.index[name]
+        read_later = {ref for layer in self.layers[at + 1 :] for ref in layer.inputs} | set(self.outputs)
+        return sum(
+            self.spec(ref).nbytes
+            for ref in read_later
+            if self.index[ref.layer] <= at and self.returns_gradient(ref)
+        )
+
     def spec(self, ref: Ref) -> TensorSpec:
         """Return the shape and dtype of one value."""
         return self.layers[self.index[ref.layer]].outputs[ref.output]

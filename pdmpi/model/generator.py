@@ -1,32 +1,42 @@
 """Torch's default generator, which a process has one of, used by one thread at a time.
 
-Ranks may be threads (the ``local`` transport); each draws as if it were alone.
+Ranks may be threads (the ``local`` transport); each draws as if it were alone.  Draws that a CUDA
+graph holds start, at every replay, from seeds set before it.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeVar
 
 import torch
 
-__all__ = ["run_seeded", "run_seeded_aside"]
+__all__ = ["CapturedDraws", "Draw", "generator_aside", "run_seeded", "run_seeded_aside"]
 
 _Result = TypeVar("_Result")
+
+
+class Draw(Protocol):
+    """How a stage runs a call that draws random numbers."""
+
+    def __call__(self, key: str, seed: int, call: Callable[[], Any], /) -> None:
+        """Run ``call``, the one of this key in a stage, with the numbers of ``seed``."""
+
 
 _IN_USE = threading.RLock()
 
 
-def run_seeded(seed: int, call: Callable[[], _Result]) -> _Result:
-    """Return what ``call`` returns when the default generators start from ``seed``."""
+def run_seeded(key: str, seed: int, call: Callable[[], Any]) -> None:
+    """Run ``call`` with the default generators starting from ``seed``; a `Draw`."""
     with _IN_USE:
         # What ``torch.manual_seed`` does, without its 0.2 ms where only the CPU is used.
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.manual_seed(seed)
         else:
             torch.default_generator.manual_seed(seed)
-        return call()
+        call()
 
 
 def run_seeded_aside(seed: int, call: Callable[[], _Result]) -> _Result:
@@ -38,3 +48,61 @@ def run_seeded_aside(seed: int, call: Callable[[], _Result]) -> _Result:
             return call()
         finally:
             torch.default_generator.set_state(before)
+
+
+@contextmanager
+def generator_aside() -> Iterator[None]:
+    """Let the current device's generator be a copy of itself meanwhile.
+
+    A capture that fails leaves it unfit for draws outside of captures.
+    """
+    default = torch.cuda.default_generators[torch.cuda.current_device()]
+    before = default.graphsafe_get_state()
+    default.graphsafe_set_state(default.clone_state())
+    try:
+        yield
+    finally:
+        default.graphsafe_set_state(before)
+
+
+class CapturedDraws:
+    """Random numbers inside CUDA graphs: a stream for each draw, which every replay starts anew.
+
+    Philox, the device's generator, gives for a seed the same numbers in a graph as outside of one.
+
+    Parameters
+    ----------
+    keys
+        Of the draws.
+    """
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._default = torch.cuda.default_generators[torch.cuda.current_device()]
+        self._streams = {key: self._default.clone_state() for key in keys}
+
+    def attach(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Let a graph that is captured next read the streams."""
+        for stream in self._streams.values():
+            graph.register_generator_state(stream)
+
+    def draw(self, key: str, seed: int, call: Callable[[], Any]) -> None:
+        """Run a call while it is captured.
+
+        Raises
+        ------
+        RuntimeError
+            If it draws on the host, whose numbers a graph would keep for ever.
+        """
+        host, before = torch.default_generator.get_state(), self._default.graphsafe_get_state()
+        self._default.graphsafe_set_state(self._streams[key])
+        try:
+            call()
+        finally:
+            self._default.graphsafe_set_state(before)
+        if not torch.equal(torch.default_generator.get_state(), host):
+            raise RuntimeError(f"layer {key.partition('/')[0]} draws random numbers on the host")
+
+    def start(self, seeds: Mapping[str, int]) -> None:
+        """Set the seeds of the replay that follows."""
+        for key, seed in seeds.items():
+            self._streams[key].manual_seed(seed)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from pdmpi.errors import InputError
 from pdmpi.graph import Ref
+from pdmpi.model.generator import Draw, run_seeded
 from pdmpi.model.steps import Steps
 
 __all__ = ["StageModule"]
@@ -38,6 +39,7 @@ class StageModule(nn.Module):
         self.__dict__["outputs"] = ()
         self.__dict__["_steps"] = None
         self.__dict__["_always_evaluating"] = []
+        self.__dict__["_draw"] = run_seeded
 
     def adopt(self, steps: Steps, changed_buffers: Sequence[str]) -> None:
         """Take the calls that the stage makes, once its modules are in place.
@@ -50,6 +52,20 @@ class StageModule(nn.Module):
         self.__dict__["_steps"] = steps
         kept = [module for module in self.modules() if module is not self and not module.training]
         self.__dict__["_always_evaluating"] = kept
+
+    @contextmanager
+    def drawing(self, draw: Draw) -> Iterator[None]:
+        """Let random numbers be drawn another way meanwhile."""
+        self.__dict__["_draw"] = draw
+        try:
+            yield
+        finally:
+            self.__dict__["_draw"] = run_seeded
+
+    def seeds(self, microbatch: int) -> dict[str, int]:
+        """Return the seed of each call of a training microbatch that draws random numbers, by its key."""
+        steps: Steps = self.__dict__["_steps"]
+        return steps.seeds(microbatch)
 
     def train(self, mode: bool = True) -> StageModule:
         """Set the mode, except of what the model's own ``train`` keeps in evaluation (frozen BatchNorm)."""
@@ -83,9 +99,10 @@ class StageModule(nn.Module):
         InputError
             For a second run of layers (spectral norm) that must not run twice.
         """
-        steps: Any = self.__dict__["_steps"]
+        steps: Steps = self.__dict__["_steps"]
+        draw: Draw = self.__dict__["_draw"]
         if not recompute:
-            return steps.run(values, microbatch, self.training)  # type: ignore[no-any-return]
+            return steps.run(values, microbatch, self.training, draw)
         if self.__dict__["_changed_buffers"]:
             names = ", ".join(self.__dict__["_changed_buffers"])
             raise InputError(
@@ -96,7 +113,7 @@ class StageModule(nn.Module):
         for module in tracking:
             module.track_running_stats = False
         try:
-            return steps.run(values, microbatch, self.training)  # type: ignore[no-any-return]
+            return steps.run(values, microbatch, self.training, draw)
         finally:
             for module in tracking:
                 module.track_running_stats = True

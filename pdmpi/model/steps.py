@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from pdmpi.errors import InputError
 from pdmpi.graph import Ref
-from pdmpi.model.generator import run_seeded
+from pdmpi.model.generator import Draw
 from pdmpi.model.keys import seed_of
 from pdmpi.model.recording import Attribute, BatchSize, Constant, Node, Value
 from pdmpi.model.tree import map_tree, tensors_of, tree_leaves
@@ -183,7 +183,14 @@ class Steps:
         inputs, outputs = traced.boundary(order, is_last=is_last)
         return _Compiler(traced, order, device, modules, tensors, constant).compile(inputs, outputs, seed)
 
-    def run(self, values: Mapping[Ref, Tensor], microbatch: int, training: bool) -> dict[Ref, Tensor]:
+    def seeds(self, microbatch: int) -> dict[str, int]:
+        """Return the seed of each draw of a training microbatch, by key."""
+        keys = [step.key for step in self.steps if step.key is not None]
+        return {key: seed_of(self.seed, key, microbatch) for key in keys}
+
+    def run(
+        self, values: Mapping[Ref, Tensor], microbatch: int, training: bool, draw: Draw
+    ) -> dict[Ref, Tensor]:
         """Run every step; see `StageModule.forward`."""
         registers: list[Any] = [None] * self.num_registers
         for index, ref, clone in self.loads:
@@ -193,7 +200,7 @@ class Steps:
             registers[index] = values[ref].shape[dim]
         for step in self.steps if training else self.evaluation:
             if step.key is not None:
-                run_seeded(seed_of(self.seed, step.key, microbatch), partial(step.run, registers))
+                draw(step.key, seed_of(self.seed, step.key, microbatch), partial(step.run, registers))
             elif step.single is not None:
                 registers[step.results[0]] = step.call(registers[step.single])
             else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pdmpi.graph import Ref
+from pdmpi.model.generator import CapturedDraws, generator_aside
 from pdmpi.model.stage import StageModule
 from pdmpi.model.trace import TracedModel
 
@@ -40,18 +41,23 @@ class Clock:
         if self.on_cuda:
             torch.cuda.synchronize()
 
-    def captured(self, work: Callable[[], _T]) -> Callable[[], _T] | None:
+    def captured(self, work: Callable[[], _T], draws: CapturedDraws | None = None) -> Callable[[], _T] | None:
         """Return what replays a CUDA graph of some work; it returns what the work did at its capture.
 
-        None off a GPU, and for what a graph cannot hold.
+        None off a GPU, and for what a graph cannot hold.  ``draws`` is for what the work draws.
         """
         if not self.on_cuda:
             return None
         graph = torch.cuda.CUDAGraph()
+        if draws is not None:
+            draws.attach(graph)
         try:
             torch.cuda.synchronize()
             stream = torch.cuda.current_stream()
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            with (
+                generator_aside(),
+                torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
+            ):
                 found = work()
         except RuntimeError:
             torch.cuda.synchronize()
@@ -193,7 +199,7 @@ class Step:
             self._warm_up_loss(saved, list(self._stages)[-1])
         for name in reversed(list(runs)):
             gradients = sum(p.nbytes for p in self._stages[name].parameters() if p.requires_grad)
-            with self._workspace(name, gradients):
+            with self._workspace(name, gradients, self._traced.graph.gradient_bytes_over(name)):
                 _backward_of(runs.pop(name), self._grads)
 
     def _warm_up_loss(self, saved: SavedBytes, last: str) -> None:
@@ -206,8 +212,12 @@ class Step:
                 loss.backward()  # type: ignore[no-untyped-call]
 
     @contextmanager
-    def _workspace(self, name: str, counted_bytes: int = 0) -> Iterator[None]:
-        """Note what a layer allocates at most while something runs, beyond what it leaves and has counted."""
+    def _workspace(self, name: str, counted_bytes: int = 0, waiting_bytes: int = 0) -> Iterator[None]:
+        """Note what there is at most while something of a layer runs, beyond what it leaves and what counts.
+
+        ``counted_bytes`` of what it leaves count elsewhere; ``waiting_bytes`` are of gradients that other
+        layers have left, in training.
+        """
         if not self._clock.on_cuda:
             yield
             return
@@ -215,16 +225,24 @@ class Step:
         before = torch.cuda.memory_allocated()
         yield
         left = max(before + counted_bytes, torch.cuda.memory_allocated())
-        peak = torch.cuda.max_memory_allocated() - left
+        peak = torch.cuda.max_memory_allocated() - left + waiting_bytes
         sample = self.samples[name]
         sample.workspace_bytes = max(sample.workspace_bytes, peak)
 
     def capture(self) -> None:
         """On a GPU, let the runs that follow be replays of a CUDA graph, as training's are.
 
-        What a graph cannot hold (random numbers, a wait for the device) stays launched one by one.
+        What a graph cannot hold (a wait for the device) stays launched one by one.
         """
-        self._replayed = self._clock.captured(self._launch)
+        if not self._clock.on_cuda:
+            return
+        keys = [key for stage in self._stages.values() for key in stage.seeds(0)]
+        draws = CapturedDraws(keys) if keys else None
+        with ExitStack() as drawing:
+            if draws is not None:
+                for stage in self._stages.values():
+                    drawing.enter_context(stage.drawing(draws.draw))
+            self._replayed = self._clock.captured(self._launch, draws)
 
     @property
     def is_captured(self) -> bool:

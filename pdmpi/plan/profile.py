@@ -29,7 +29,7 @@ class LayerCost:
     saved_bytes
         Bytes that autograd keeps from its forward to its backward.
     workspace_bytes
-        Most bytes allocated beyond all of these while it runs.
+        Most bytes beyond all of these while it runs: what it allocates, and gradients that wait.
     """
 
     forward_s: float

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
 
-__all__ = ["Capturer", "CudaCapturer", "Replayable"]
+from pdmpi.model.generator import CapturedDraws, generator_aside
+
+__all__ = ["Capturer", "CudaCapturer", "Draws", "Replayable"]
 
 
 class Replayable(Protocol):
@@ -16,6 +18,19 @@ class Replayable(Protocol):
 
     def replay(self) -> None:
         """Run it once more, on the same addresses."""
+
+
+class Draws(Protocol):
+    """Random numbers in what is recorded."""
+
+    def attach(self, graph: Any) -> None:
+        """Take part in a recording that begins."""
+
+    def draw(self, key: str, seed: int, call: Callable[[], Any]) -> None:
+        """Run a call that draws, while it is recorded; see `pdmpi.model.generator.Draw`."""
+
+    def start(self, seeds: Mapping[str, int]) -> None:
+        """Set the seeds, by key, of what is run next."""
 
 
 class Capturer(Protocol):
@@ -30,8 +45,11 @@ class Capturer(Protocol):
     def settle(self) -> None:
         """Wait for all that runs, and make room for new pools."""
 
-    def capture(self, pool: Any, work: Callable[[], None]) -> Replayable:
-        """Record what ``work`` does, without doing it."""
+    def draws(self, keys: Iterable[str]) -> Draws:
+        """Return random numbers for works that draw under these keys."""
+
+    def capture(self, pool: Any, work: Callable[[], None], draws: Draws | None = None) -> Replayable:
+        """Record what ``work`` does, without doing it; ``draws`` is for what it draws."""
 
 
 class CudaCapturer:
@@ -49,15 +67,24 @@ class CudaCapturer:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
 
-    def capture(self, pool: Any, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    def draws(self, keys: Iterable[str]) -> CapturedDraws:
+        """Return random streams of the current device."""
+        return CapturedDraws(keys)
+
+    def capture(
+        self, pool: Any, work: Callable[[], None], draws: Draws | None = None
+    ) -> torch.cuda.CUDAGraph:
         """Return the graph of what ``work`` launches; other threads may use the device meanwhile."""
         graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-        try:
-            work()
-        except BaseException:
-            with suppress(RuntimeError):
-                graph.capture_end()
-            raise
-        graph.capture_end()
+        if draws is not None:
+            draws.attach(graph)
+        with generator_aside():
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                work()
+            except BaseException:
+                with suppress(RuntimeError):
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         return graph

@@ -17,7 +17,7 @@ microbatches, or for an update that is not captured) have one fixed place.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from pdmpi.errors import PdmpiError
 from pdmpi.model.tree import map_tree, tensors_of
-from pdmpi.runtime.capture import Capturer, Replayable
+from pdmpi.runtime.capture import Capturer, Draws, Replayable
 from pdmpi.runtime.feed import Batch
 from pdmpi.runtime.passes import Pass, passes_of
 from pdmpi.runtime.player import Player
@@ -81,6 +81,8 @@ class GraphedPlayer(Player):
         self._capturer = capturer
         self._graph_updates = graph_updates and can_capture(self.weights.optimizer)
         self._insist = insist
+        keys = self.module.seeds(0)
+        self._draws: Draws | None = capturer.draws(keys) if keys else None
         self._pools: dict[int, Any] = {}
         self._graphs: dict[Pass, _Graphs] = {}
         self._static: dict[int, Batch] = {}
@@ -126,6 +128,7 @@ class GraphedPlayer(Player):
             self._fed[k] = batch
             self.compute_forward(k, version, weights, inputs, output, saved)
             return
+        self._start_draws(k)
         graphs.forward.replay()
         if graphs.loss is not None:
             self.losses[k] = graphs.loss.clone()
@@ -136,6 +139,7 @@ class GraphedPlayer(Player):
         if k in self._playing:
             again = self._playing[k].recompute
             assert again is not None
+            self._start_draws(k)
             again.replay()
         else:
             super().recompute(k, version, weights, inputs, saved)
@@ -183,6 +187,11 @@ class GraphedPlayer(Player):
         """Note, once, which parameters get a gradient."""
         if self._trained is None:
             self._trained = tuple(p for p in self.weights.parameters.values() if p.grad is not None)
+
+    def _start_draws(self, k: int) -> None:
+        """Let the graph of a forward that follows draw what this microbatch draws."""
+        if self._draws is not None:
+            self._draws.start(self.module.seeds(self._first + k))
 
     def _pass_of(self, k: int) -> Pass | None:
         """Return the pass of a microbatch if graphs play it: all of an update's microbatches, or none."""
@@ -232,16 +241,20 @@ class GraphedPlayer(Player):
         slot, scratch, capture = self._pools[kept], self._capturer.scratch, self._capturer.capture
         if self._keeps_gradients(one) and not self._gradients:
             self._gradients = {p: torch.zeros_like(p.data) for p in self._trained or ()}
-        with self._undone(one, k):
+        drawing = nullcontext() if self._draws is None else self.module.drawing(self._draws.draw)
+        with self._undone(one, k), drawing:
             self._fed[k] = self._static[inputs]
             forward = capture(
                 scratch if saved == NO_SLOT else slot,
                 lambda: self.compute_forward(k, version, weights, inputs, output, saved),
+                self._draws,
             )
             loss = self.losses.get(k)
             again = update = None
             if one.recomputes:
-                again = capture(slot, lambda: Player.recompute(self, k, version, weights, inputs, kept))
+                again = capture(
+                    slot, lambda: Player.recompute(self, k, version, weights, inputs, kept), self._draws
+                )
             backward = capture(
                 scratch, lambda: self._whole_backward(one, k, version, weights, kept, grad_in, grad_out)
             )

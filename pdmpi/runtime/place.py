@@ -70,6 +70,7 @@ def open_on(
         load_ucx(only_if_asked=True)
         return MpiTransport(stall_timeout_s), torch.device("cpu"), []
     chosen = choose_device(os.environ, num_devices, share=moving.share_devices)
+    _let_segments_grow()
     device = torch.device("cuda", chosen)
     torch.cuda.set_device(device)
     own = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -86,3 +87,13 @@ def open_on(
         collectives=summing.backend,
     )
     return opened, device, notes
+
+
+def _let_segments_grow() -> None:
+    """Let the segments of torch's allocator grow, unless the user has configured it.
+
+    Memory of CUDA graphs lies in pools of their own, where segments of a fixed size leave gaps.  What is
+    sent never lies in torch's memory.
+    """
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"

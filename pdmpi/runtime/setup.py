@@ -334,7 +334,7 @@ def build_rank(
     inputs = {layer.name for layer in graph.layers if layer.kind == INPUT}
     allocate = host_memory if device.type == "cpu" else device_memory(transport)
     limit = limit_of(config)
-    why_eager = _why_eager(config, programs, traced, transport) if device.type == "cuda" else ""
+    why_eager = _why_eager(config, programs, transport) if device.type == "cuda" else ""
     if why_eager and config.runtime.cuda_graphs is True:
         raise InputError(f'[runtime] cuda_graphs = true, but {why_eager}; set it to "auto"')
     graphs = device.type == "cuda" and config.runtime.cuda_graphs and not why_eager
@@ -390,9 +390,7 @@ def build_rank(
     )
 
 
-def _why_eager(
-    config: RunConfig, programs: Iterable[Program], traced: TracedModel, transport: Transport
-) -> str:
+def _why_eager(config: RunConfig, programs: Iterable[Program], transport: Transport) -> str:
     """Return why no stage can be captured by CUDA graphs, or nothing."""
     if not config.runtime.cuda_graphs:
         return "[runtime] cuda_graphs = false"
@@ -404,8 +402,6 @@ def _why_eager(
         return '[train] batch_norm = "minibatch" keeps statistics between kernels'
     if any(group.statistics for program in programs for group in program.groups):
         return '[train] batch_norm = "synchronised" sums statistics between kernels'
-    if any(node.random for node in traced.recording.nodes):
-        return "the model draws random numbers (dropout)"
     if any(program.groups for program in programs) and not transport.sums_on_device:
         return "gradients are summed by MPI, through the host"
     return ""

@@ -39,7 +39,7 @@ class StageCost:
     saved_bytes
         What autograd keeps between forward and backward of one microbatch.
     workspace_bytes
-        Most that any layer allocates beyond that while it runs.
+        Most that there is beyond that while any layer runs: what it allocates, gradients that wait.
     """
 
     forward_s: float

@@ -32,11 +32,20 @@ class Waits(nn.Module):
         return x * 2.0
 
 
-def net(waits: bool = False, width: int = 256) -> nn.Module:
+class RollsDice(nn.Module):
+    """A layer that draws on the host, which a graph would do once and never again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.rand(())
+        return x * 2.0
+
+
+def net(waits: bool = False, rolls: bool = False, width: int = 256) -> nn.Module:
     middle = Waits() if waits else nn.Tanh()
+    further = [RollsDice()] if rolls else []
     return nn.Sequential(
         nn.Linear(64, width), nn.LayerNorm(width), nn.GELU(), nn.Linear(width, width), middle,
-        nn.Linear(width, width), nn.GELU(), nn.Linear(width, 10),
+        nn.Linear(width, width), nn.Dropout(0.1), nn.GELU(), nn.Linear(width, 10), *further,
     )  # fmt: skip
 
 
@@ -97,12 +106,14 @@ def main() -> None:
             found[f"{dtype} {replicas}: largest difference from eager"] = difference(*states)
             found[f"{dtype} {replicas}: graphs"] = graphs_of(trainer)[0]
 
-    trainer = made(config_of("auto", waits=True), transport, device, [1, 1])
-    trainer.epoch(Position())
-    eager = made(config_of(False, waits=True), transport, device, [1, 1])
-    eager.epoch(Position())
-    found["falling back: largest difference from eager"] = difference(state_of(trainer), state_of(eager))
-    found["falls back, since"] = graphs_of(trainer)[1]
+    for why in ("waits", "rolls"):
+        trainer = made(config_of("auto", **{why: True}), transport, device, [1, 1])
+        trainer.epoch(Position())
+        eager = made(config_of(False, **{why: True}), transport, device, [1, 1])
+        eager.epoch(Position())
+        apart = difference(state_of(trainer), state_of(eager))
+        found[f"falling back, {why}: largest difference from eager"] = apart
+        found[f"falls back, {why}, since"] = graphs_of(trainer)[1]
 
     trainer = made(config_of(True, samples=4096), transport, device, [1, 1])
     position = trainer.epoch(Position())
@@ -111,6 +122,9 @@ def main() -> None:
         trainer.epoch(position)
     grown = [torch.cuda.memory_reserved() - used[0], torch.cuda.memory_allocated() - used[1]]
     found["bytes more after 1024 minibatches more"] = grown
+    found["segments of a fixed size"] = sum(
+        not segment["is_expandable"] for segment in torch.cuda.memory_snapshot()
+    )
     for part in transport.gather(json.dumps(found).encode()):
         print(part.decode(), flush=True)
     transport.close()

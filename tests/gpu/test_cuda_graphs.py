@@ -28,4 +28,6 @@ def test_what_graphs_promise() -> None:
         reserved, allocated = found["bytes more after 1024 minibatches more"]
         assert reserved <= 0
         assert allocated < 1 << 20
-    assert any("captur" in found["falls back, since"] for found in ranks)
+        assert found["segments of a fixed size"] == 0
+    assert any("captur" in found["falls back, waits, since"] for found in ranks)
+    assert any("on the host" in found["falls back, rolls, since"] for found in ranks)

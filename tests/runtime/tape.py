@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from harness import FORWARDS
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -48,7 +49,7 @@ class Tape(TorchDispatchMode):
         self.before.clear()
 
     def replay(self) -> None:
-        with torch.no_grad():
+        with FORWARDS, torch.no_grad():
             for func, args, kwargs, fresh in self.calls:
                 out = _tensors(func(*args, **kwargs))
                 for i, target in fresh.items():
@@ -61,6 +62,27 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 def _place(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
+
+
+class TapeDraws:
+    """Random numbers on tapes: the seed is set, as set last, before each call that draws."""
+
+    def __init__(self) -> None:
+        self.seeds: dict[str, int] = {}
+
+    def attach(self, tape: Tape) -> None:
+        self.tape = tape
+
+    def draw(self, key: str, seed: int, call: Any) -> None:
+        torch.default_generator.manual_seed(seed)
+        self.tape.calls.append((self._seed, (key,), {}, {}))
+        call()
+
+    def _seed(self, key: str) -> None:
+        torch.default_generator.manual_seed(self.seeds[key])
+
+    def start(self, seeds: Any) -> None:
+        self.seeds = dict(seeds)
 
 
 class TapeCapturer:
@@ -77,8 +99,13 @@ class TapeCapturer:
     def settle(self) -> None:
         pass
 
-    def capture(self, pool: Any, work: Any) -> Tape:
+    def draws(self, keys: Any) -> TapeDraws:
+        return TapeDraws()
+
+    def capture(self, pool: Any, work: Any, draws: TapeDraws | None = None) -> Tape:
         tape = Tape()
+        if draws is not None:
+            draws.attach(tape)
         try:
             with tape:
                 work()

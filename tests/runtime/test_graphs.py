@@ -20,7 +20,7 @@ CASES = [
     ("2bw", 4, [1, 1]), ("gpipe", 4, [1, 1]), ("1f1b", 4, [1, 1, 1]),
 ]  # fmt: skip
 
-MODELS = ("conv_without_draws", "sequence_without_draws")
+MODELS = ("conv", "sequence")
 
 RUNS = [(*case, model, (i + j) % 2 == 0) for i, case in enumerate(CASES) for j, model in enumerate(MODELS)]
 """Each case with each model, each schedule with updates captured and not, each model with both."""
