@@ -49,12 +49,16 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
 def emit(data: object, shown: RenderableType | Sequence[RenderableType], as_json: bool) -> None:
     """Print ``data`` as one JSON document, or ``shown`` (a table, text, or several) for people.
 
+    A text alone, which may be a script, is printed as it is; lines among tables are wrapped.
     Keys are snake_case with units as suffixes (``_s``, ``_bytes``, ``_per_s``).  NumPy
     arrays and scalars, dataclasses, paths and sets are written as JSON's own types; NaN
     and infinities, which JSON lacks, as ``null``.
     """
     if as_json:
         click.echo(json.dumps(_plain(data), indent=2, allow_nan=False))
+        return
+    if isinstance(shown, str):
+        click.echo(shown)
         return
     console = _console()
     console.print(Group(*shown) if isinstance(shown, (list, tuple)) else shown, highlight=False, markup=False)

@@ -18,6 +18,8 @@ _LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD
 _LIBRARY_DEFAULTS = {
     # Otherwise Open MPI lets large messages that cross on a TCP link wait for each other: half of its rate.
     "OMPI_MCA_btl_tcp_flags": "send",
+    # Otherwise Open MPI's sums that run beside computation, and in place, go up a tree and down again.
+    "OMPI_MCA_coll_libnbc_iallreduce_algorithm": "ring",
 }
 """Settings of MPI libraries that a pipeline wants, for those who set none themselves."""
 

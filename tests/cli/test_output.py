@@ -31,6 +31,12 @@ def test_json_is_valid_whatever_the_types(capsys: pytest.CaptureFixture[str]) ->
     }  # fmt: skip
 
 
+def test_a_script_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    script = f'#SBATCH --output="{"a long directory/" * 20}job.log"\necho [bold]'
+    emit({}, script, as_json=False)
+    assert capsys.readouterr().out == script + "\n"
+
+
 def test_tables_align_numbers_right_and_keep_brackets(capsys: pytest.CaptureFixture[str]) -> None:
     shown = table("stages", ["layer", "time"], [["features[0]", "1.5 ms"], ["[bold]", "12 ms"]])
     emit({}, [shown, "after [red]it"], as_json=False)

@@ -155,6 +155,18 @@ class Ddp:
         return perf_counter() - begin
 
 
+class Dense(torch.autograd.Function):
+    """Nothing, but for a gradient that is contiguous: Gloo sends no other."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient.contiguous()
+
+
 class Part(nn.Module):
     """A stage of a plan as torch's pipeline wants it: tensors in, tensors out."""
 
@@ -164,7 +176,8 @@ class Part(nn.Module):
         self._takes, self._gives = takes, gives
 
     def forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
-        values = self.stage(dict(zip(self._takes, tensors, strict=True)), 0)
+        taken = [Dense.apply(t) if t.is_floating_point() else t for t in tensors]
+        values = self.stage(dict(zip(self._takes, taken, strict=True)), 0)
         found = tuple(values[ref] for ref in self._gives)
         return found[0] if len(found) == 1 else found
 
