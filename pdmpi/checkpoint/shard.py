@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -79,6 +80,8 @@ def write_shard(path: Path, snapshot: Snapshot, session: str) -> dict[str, Array
             file.attrs.update({"format": FORMAT, "version": VERSION, "session": session})
             for name, array in arrays.items():
                 file.create_dataset(name, data=array.bits, track_times=False)
+            file.flush()
+            os.fsync(file.id.get_vfd_handle())
             for (name, array), digest in zip(arrays.items(), digests, strict=True):
                 file[name].attrs.update({"dtype": array.dtype, "sha256": digest})
                 specs[name] = ArraySpec(array.dtype, array.shape, digest)
