@@ -80,7 +80,7 @@ def write_shard(path: Path, snapshot: Snapshot, session: str) -> dict[str, Array
             file.attrs.update({"format": FORMAT, "version": VERSION, "session": session})
             for name, array in arrays.items():
                 file.create_dataset(name, data=array.bits, track_times=False)
-            file.flush()
+            file.flush()  # and to the disk, while the last arrays are hashed; what follows is little
             os.fsync(file.id.get_vfd_handle())
             for (name, array), digest in zip(arrays.items(), digests, strict=True):
                 file[name].attrs.update({"dtype": array.dtype, "sha256": digest})

@@ -1,7 +1,8 @@
 """Torch's default generator, which a process has one of, used by one thread at a time.
 
-Ranks may be threads (the ``local`` transport); each draws as if it were alone.  Draws that a CUDA
-graph holds start, at every replay, from seeds set before it.
+Ranks may be threads (the ``local`` transport) of one process, whose draws take turns; each draws as if it
+were alone.  Draws that a CUDA graph holds, of a rank that has the process for itself, start at every replay
+from seeds set before it.
 """
 
 from __future__ import annotations
@@ -12,8 +13,12 @@ from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 import torch
+from torch import Tensor, nn
 
-__all__ = ["CapturedDraws", "Draw", "generator_aside", "run_seeded", "run_seeded_aside"]
+__all__ = [
+    "CapturedDraws", "Draw", "device_state", "draws_by_cudnn", "generator_aside", "run_seeded",
+    "run_seeded_aside",
+]  # fmt: skip
 
 _Result = TypeVar("_Result")
 
@@ -50,12 +55,30 @@ def run_seeded_aside(seed: int, call: Callable[[], _Result]) -> _Result:
             torch.default_generator.set_state(before)
 
 
+def device_state() -> Tensor | None:
+    """Return the state of the current device's generator, where CUDA is in use; waits for nothing."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None
+    return torch.cuda.default_generators[torch.cuda.current_device()].get_state()
+
+
+def draws_by_cudnn(module: nn.Module) -> bool:
+    """Whether there are recurrent layers with dropout between them: cuDNN draws from a state of its own."""
+    return any(isinstance(m, nn.RNNBase) and m.dropout > 0 and m.num_layers > 1 for m in module.modules())
+
+
 @contextmanager
 def generator_aside() -> Iterator[None]:
-    """Let the current device's generator be a copy of itself meanwhile.
+    """Let the current device's generator be a copy of itself, for a capture.
 
-    A capture that fails leaves it unfit for draws outside of captures.
+    A capture that fails leaves the generator that it saw unfit for draws outside of captures.
+
+    Raises
+    ------
+    RuntimeError
+        If what is captured draws on the host, whose numbers a graph would keep for ever.
     """
+    host = torch.default_generator.get_state()
     default = torch.cuda.default_generators[torch.cuda.current_device()]
     before = default.graphsafe_get_state()
     default.graphsafe_set_state(default.clone_state())
@@ -63,6 +86,8 @@ def generator_aside() -> Iterator[None]:
         yield
     finally:
         default.graphsafe_set_state(before)
+    if not torch.equal(torch.default_generator.get_state(), host):
+        raise RuntimeError("it draws random numbers on the host")
 
 
 class CapturedDraws:
@@ -86,21 +111,13 @@ class CapturedDraws:
             graph.register_generator_state(stream)
 
     def draw(self, key: str, seed: int, call: Callable[[], Any]) -> None:
-        """Run a call while it is captured.
-
-        Raises
-        ------
-        RuntimeError
-            If it draws on the host, whose numbers a graph would keep for ever.
-        """
-        host, before = torch.default_generator.get_state(), self._default.graphsafe_get_state()
+        """Run a call while it is captured."""
+        before = self._default.graphsafe_get_state()
         self._default.graphsafe_set_state(self._streams[key])
         try:
             call()
         finally:
             self._default.graphsafe_set_state(before)
-        if not torch.equal(torch.default_generator.get_state(), host):
-            raise RuntimeError(f"layer {key.partition('/')[0]} draws random numbers on the host")
 
     def start(self, seeds: Mapping[str, int]) -> None:
         """Set the seeds of the replay that follows."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pdmpi.graph import Ref
-from pdmpi.model.generator import CapturedDraws, generator_aside
+from pdmpi.model.generator import CapturedDraws, draws_by_cudnn, generator_aside
 from pdmpi.model.stage import StageModule
 from pdmpi.model.trace import TracedModel
 
@@ -213,9 +213,9 @@ class Step:
 
     @contextmanager
     def _workspace(self, name: str, counted_bytes: int = 0, waiting_bytes: int = 0) -> Iterator[None]:
-        """Note what there is at most while something of a layer runs, beyond what it leaves and what counts.
+        """Note the most bytes that there are while something of a layer runs, beyond those that it leaves.
 
-        ``counted_bytes`` of what it leaves count elsewhere; ``waiting_bytes`` are of gradients that other
+        ``counted_bytes`` of what it makes count elsewhere; ``waiting_bytes`` are of gradients that other
         layers have left, in training.
         """
         if not self._clock.on_cuda:
@@ -234,7 +234,7 @@ class Step:
 
         What a graph cannot hold (a wait for the device) stays launched one by one.
         """
-        if not self._clock.on_cuda:
+        if not self._clock.on_cuda or any(map(draws_by_cudnn, self._stages.values())):
             return
         keys = [key for stage in self._stages.values() for key in stage.seeds(0)]
         draws = CapturedDraws(keys) if keys else None

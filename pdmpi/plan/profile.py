@@ -29,7 +29,8 @@ class LayerCost:
     saved_bytes
         Bytes that autograd keeps from its forward to its backward.
     workspace_bytes
-        Most bytes beyond all of these while it runs: what it allocates, and gradients that wait.
+        Most bytes beyond all of these while it runs: what it allocates, and gradients that wait (an
+        upper bound: those that come from another stage lie in a slot).
     """
 
     forward_s: float

@@ -16,20 +16,23 @@ microbatches, or for an update that is not captured) have one fixed place.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pdmpi.errors import PdmpiError
+from pdmpi.graph import Ref
+from pdmpi.model.generator import device_state, draws_by_cudnn
 from pdmpi.model.tree import map_tree, tensors_of
 from pdmpi.runtime.capture import Capturer, Draws, Replayable
-from pdmpi.runtime.feed import Batch
+from pdmpi.runtime.feed import Batch, Feed
 from pdmpi.runtime.passes import Pass, passes_of
-from pdmpi.runtime.player import Player
+from pdmpi.runtime.player import Criterion, Player
 from pdmpi.schedule.program import NO_SLOT
 
 __all__ = ["GraphedPlayer", "can_capture"]
@@ -95,6 +98,8 @@ class GraphedPlayer(Player):
         self._trained: tuple[nn.Parameter, ...] | None = None
         self._arms = False
         self._last: _Graphs | None = None
+        if draws_by_cudnn(self.module):
+            self._give_up("dropout between the layers of an LSTM draws from a state of cuDNN's own")
 
     @property
     def num_graphed(self) -> int:
@@ -106,6 +111,22 @@ class GraphedPlayer(Player):
         self._graphs.clear()
         self._playing.clear()
         self._last = None
+
+    def begin(self, training: bool, feed: Feed | None, criterion: Criterion | None, first: int = 0) -> None:
+        """Prepare for a program."""
+        watched = criterion and partial(self._watched, criterion)
+        super().begin(training, feed, watched if training and self._trained is None else criterion, first)
+
+    def _watched(self, criterion: Criterion, outputs: Mapping[Ref, Tensor], target: Any, k: int) -> Tensor:
+        """Return a loss, and, before anything is captured, see whether it draws random numbers."""
+        if self._trained is not None or self.why_eager:
+            return criterion(outputs, target, k)
+        before = device_state()
+        loss = criterion(outputs, target, k)
+        after = device_state()
+        if before is not None and after is not None and not torch.equal(before, after):
+            self._give_up("the loss draws random numbers")
+        return loss
 
     def follow(self, rows: Sequence[Sequence[int]], stage: int) -> None:
         """Read which slots each microbatch of the program that follows will use."""

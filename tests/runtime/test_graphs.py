@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from harness import assert_same, make_plan, run_config, serialise_forwards, train_rank
 from oracle import replay
 from tape import TapeCapturer
+from torch import nn
 
-from pdmpi.runtime import setup
+from pdmpi.model.generator import draws_by_cudnn
+from pdmpi.runtime import graphs, setup
 from pdmpi.runtime.graphs import GraphedPlayer
 from pdmpi.runtime.slots import Region
 from pdmpi.transport.local import LocalWorld
@@ -35,10 +39,20 @@ def _on_tapes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Region, "loss", float("nan"))
 
 
-def trained(monkeypatch: pytest.MonkeyPatch, config: Any, plan: Any, graph_updates: bool) -> list[Any]:
-    played = partial(GraphedPlayer, capturer=TapeCapturer(), graph_updates=graph_updates, insist=True)
+def trained(
+    monkeypatch: pytest.MonkeyPatch, config: Any, plan: Any, graph_updates: bool, insist: bool = True
+) -> list[Any]:
+    played = partial(GraphedPlayer, capturer=TapeCapturer(), graph_updates=graph_updates, insist=insist)
     monkeypatch.setattr(setup, "Player", played)
     return LocalWorld(plan.num_ranks).run(lambda transport: train_rank(config, plan, transport))
+
+
+def checked(config: Any, plan: Any, results: list[Any]) -> list[GraphedPlayer]:
+    """Compare with the oracle, and return all players."""
+    expected = replay(config, plan, [48 // config.train.minibatch_size])
+    for rank, (state, _) in enumerate(results):
+        assert_same(state, expected, f"on rank {rank}")
+    return [player for _, trainer in results for player in trainer.rank.players.values()]
 
 
 @pytest.mark.parametrize(("schedule", "microbatches", "replicas", "model", "graph_updates"), RUNS, ids=str)
@@ -48,10 +62,36 @@ def test_equals_the_oracle(
 ) -> None:  # fmt: skip
     config = run_config(model, schedule, microbatches, evaluate_every=0, minibatch_size=4)
     plan = make_plan(config, replicas)
-    results = trained(monkeypatch, config, plan, graph_updates)
-    expected = replay(config, plan, [48 // config.train.minibatch_size])
-    for rank, (state, trainer) in enumerate(results):
-        assert_same(state, expected, f"on rank {rank}")
-        for player in trainer.rank.players.values():
-            assert player.num_graphed
-            assert not player.why_eager
+    for player in checked(config, plan, trained(monkeypatch, config, plan, graph_updates)):
+        assert player.num_graphed
+        assert not player.why_eager
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_recomputed_masks_are_the_same(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = run_config(model, "gpipe", 4, evaluate_every=0, minibatch_size=4)
+    recomputing = config.schedule.model_copy(update={"recompute": "always"})
+    config = config.model_copy(update={"schedule": recomputing})
+    plan = make_plan(config, [1, 1])
+    stages = tuple(replace(stage, recompute=True) for stage in plan.stages)
+    plan = replace(plan, stages=stages, schedule=replace(plan.schedule, recompute="always"))
+    for player in checked(config, plan, trained(monkeypatch, config, plan, True)):
+        assert player.num_graphed
+        assert all(one.recompute is not None for one in player._graphs.values())
+
+
+def test_what_would_draw_the_same_numbers_in_every_replay_is_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = run_config("sequence", evaluate_every=0, minibatch_size=4)
+    plan = make_plan(config, [1])
+    states = iter(range(1_000_000))
+    monkeypatch.setattr(graphs, "device_state", lambda: torch.tensor(next(states)))
+    (player,) = checked(config, plan, trained(monkeypatch, config, plan, True, insist=False))
+    assert player.why_eager == "the loss draws random numbers"
+    assert not player.num_graphed
+
+    assert draws_by_cudnn(nn.Sequential(nn.LSTM(4, 4, num_layers=2, dropout=0.1)))
+    assert not draws_by_cudnn(nn.Sequential(nn.LSTM(4, 4, num_layers=2), nn.Dropout(0.1)))
+    monkeypatch.setattr(graphs, "draws_by_cudnn", lambda _: True)
+    (player,) = checked(config, plan, trained(monkeypatch, config, plan, True, insist=False))
+    assert "cuDNN" in player.why_eager
+    assert not player.num_graphed

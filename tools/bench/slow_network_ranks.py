@@ -156,7 +156,7 @@ class Ddp:
 
 
 class Dense(torch.autograd.Function):
-    """Nothing, but for a gradient that is contiguous: Gloo sends no other."""
+    """The identity, whose gradient is contiguous: Gloo sends no other."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
