@@ -59,12 +59,28 @@ def device_state() -> Tensor | None:
     """Return the state of the current device's generator, where CUDA is in use; waits for nothing."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
-    return torch.cuda.default_generators[torch.cuda.current_device()].get_state()
+    return torch.cuda.get_rng_state()
 
 
 def draws_by_cudnn(module: nn.Module) -> bool:
     """Whether there are recurrent layers with dropout between them: cuDNN draws from a state of its own."""
     return any(isinstance(m, nn.RNNBase) and m.dropout > 0 and m.num_layers > 1 for m in module.modules())
+
+
+def _device_generator() -> torch.Generator:
+    return torch.cuda.default_generators[torch.cuda.current_device()]
+
+
+@contextmanager
+def _drawing_from(stream: torch.Generator) -> Iterator[None]:
+    """Let the current device's generator continue another stream meanwhile."""
+    default = _device_generator()
+    before = default.graphsafe_get_state()
+    default.graphsafe_set_state(stream)
+    try:
+        yield
+    finally:
+        default.graphsafe_set_state(before)
 
 
 @contextmanager
@@ -79,13 +95,8 @@ def generator_aside() -> Iterator[None]:
         If what is captured draws on the host, whose numbers a graph would keep for ever.
     """
     host = torch.default_generator.get_state()
-    default = torch.cuda.default_generators[torch.cuda.current_device()]
-    before = default.graphsafe_get_state()
-    default.graphsafe_set_state(default.clone_state())
-    try:
+    with _drawing_from(_device_generator().clone_state()):
         yield
-    finally:
-        default.graphsafe_set_state(before)
     if not torch.equal(torch.default_generator.get_state(), host):
         raise RuntimeError("it draws random numbers on the host")
 
@@ -102,8 +113,7 @@ class CapturedDraws:
     """
 
     def __init__(self, keys: Iterable[str]) -> None:
-        self._default = torch.cuda.default_generators[torch.cuda.current_device()]
-        self._streams = {key: self._default.clone_state() for key in keys}
+        self._streams = {key: _device_generator().clone_state() for key in keys}
 
     def attach(self, graph: torch.cuda.CUDAGraph) -> None:
         """Let a graph that is captured next read the streams."""
@@ -112,12 +122,8 @@ class CapturedDraws:
 
     def draw(self, key: str, seed: int, call: Callable[[], Any]) -> None:
         """Run a call while it is captured."""
-        before = self._default.graphsafe_get_state()
-        self._default.graphsafe_set_state(self._streams[key])
-        try:
+        with _drawing_from(self._streams[key]):
             call()
-        finally:
-            self._default.graphsafe_set_state(before)
 
     def start(self, seeds: Mapping[str, int]) -> None:
         """Set the seeds of the replay that follows."""

@@ -199,7 +199,7 @@ class Step:
             self._warm_up_loss(saved, list(self._stages)[-1])
         for name in reversed(list(runs)):
             gradients = sum(p.nbytes for p in self._stages[name].parameters() if p.requires_grad)
-            with self._workspace(name, gradients, self._traced.graph.gradient_bytes_over(name)):
+            with self._workspace(name, gradients, backward=True):
                 _backward_of(runs.pop(name), self._grads)
 
     def _warm_up_loss(self, saved: SavedBytes, last: str) -> None:
@@ -212,11 +212,11 @@ class Step:
                 loss.backward()  # type: ignore[no-untyped-call]
 
     @contextmanager
-    def _workspace(self, name: str, counted_bytes: int = 0, waiting_bytes: int = 0) -> Iterator[None]:
+    def _workspace(self, name: str, counted_bytes: int = 0, backward: bool = False) -> Iterator[None]:
         """Note the most bytes that there are while something of a layer runs, beyond those that it leaves.
 
-        ``counted_bytes`` of what it makes count elsewhere; ``waiting_bytes`` are of gradients that other
-        layers have left, in training.
+        ``counted_bytes`` of what it makes count elsewhere.  With its ``backward``, gradients that other
+        layers have left in training are there, too.
         """
         if not self._clock.on_cuda:
             yield
@@ -225,7 +225,9 @@ class Step:
         before = torch.cuda.memory_allocated()
         yield
         left = max(before + counted_bytes, torch.cuda.memory_allocated())
-        peak = torch.cuda.max_memory_allocated() - left + waiting_bytes
+        peak = torch.cuda.max_memory_allocated() - left
+        if backward:
+            peak += self._traced.graph.gradient_bytes_over(name)
         sample = self.samples[name]
         sample.workspace_bytes = max(sample.workspace_bytes, peak)
 

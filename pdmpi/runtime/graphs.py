@@ -114,8 +114,8 @@ class GraphedPlayer(Player):
 
     def begin(self, training: bool, feed: Feed | None, criterion: Criterion | None, first: int = 0) -> None:
         """Prepare for a program."""
-        watched = criterion and partial(self._watched, criterion)
-        super().begin(training, feed, watched if training and self._trained is None else criterion, first)
+        watched = partial(self._watched, criterion) if training and criterion else criterion
+        super().begin(training, feed, watched, first)
 
     def _watched(self, criterion: Criterion, outputs: Mapping[Ref, Tensor], target: Any, k: int) -> Tensor:
         """Return a loss, and, before anything is captured, see whether it draws random numbers."""

@@ -50,20 +50,16 @@ def conv(channels: int = 6, drop: bool = True) -> nn.Module:
     )  # fmt: skip
 
 
-def sequence(width: int = 16, drop: bool = True) -> nn.Module:
+def sequence(width: int = 16) -> nn.Module:
     return nn.Sequential(
-        nn.Embedding(17, width), Block(width), nn.Dropout(0.1) if drop else nn.Tanh(), Recurrent(width),
-        nn.LayerNorm(width), Block(width), nn.Dropout(0.1) if drop else nn.Tanh(), nn.Flatten(),
+        nn.Embedding(17, width), Block(width), nn.Dropout(0.1), Recurrent(width),
+        nn.LayerNorm(width), Block(width), nn.Dropout(0.1), nn.Flatten(),
         nn.Linear(8 * width, 10),
     )  # fmt: skip
 
 
 def conv_without_draws() -> nn.Module:
     return conv(drop=False)
-
-
-def sequence_without_draws() -> nn.Module:
-    return sequence(drop=False)
 
 
 def images(split: str = "train", samples: int = 48) -> TensorDataset:
