@@ -152,6 +152,8 @@ class RuntimeConfig(_Table):
     """Seconds without a sign of life of a rank (stopped, its host or link gone) until the job is ended."""
     cuda_graphs: bool | Literal["auto"] = "auto"
     """Whether a GPU replays a stage's kernels as one launch; ``auto`` does where that can be."""
+    compile: bool = False
+    """Whether stages are trained through torch's compiler, equal to rounding; it takes minutes at a start."""
 
 
 class CheckpointConfig(_Table):

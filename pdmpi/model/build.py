@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from pdmpi.errors import InputError, nearest
+from pdmpi.model.compiled import compiled
 from pdmpi.model.materialise import Materialiser
 from pdmpi.model.stage import StageModule
 from pdmpi.model.steps import Steps
@@ -27,6 +28,7 @@ def build_stage(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     last: bool | None = None,
+    compiles: bool = False,
 ) -> StageModule:
     """Return a module that runs some layers, with real weights for these alone.
 
@@ -45,6 +47,8 @@ def build_stage(
     last
         Whether this is the last stage, whose outputs are the model's; by default whether
         it holds the last layer.
+    compiles
+        Whether training goes through torch's compiler.
 
     Raises
     ------
@@ -76,6 +80,8 @@ def build_stage(
         tensors=real.owner_of,
         constant=real.real,
     )
+    if compiles:
+        steps = compiled(steps)
     stage.adopt(steps, [name for layer in order for name in traced.changed_buffers(layer)])
     return stage.train()
 

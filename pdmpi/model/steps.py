@@ -8,7 +8,7 @@ again.  All naming is resolved once, here, so that a call costs little more than
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,13 +27,13 @@ from pdmpi.model.tree import map_tree, tensors_of, tree_leaves
 if TYPE_CHECKING:
     from pdmpi.model.trace import TracedModel
 
-__all__ = ["Steps"]
+__all__ = ["Register", "Step", "Steps", "run_steps"]
 
 _ROWS = "rows of the batch"
 """Key of the register that holds them."""
 
 
-class _Register:
+class Register:
     """A value that a step before has left."""
 
     __slots__ = ("index",)
@@ -42,6 +42,7 @@ class _Register:
         self.index = index
 
     def get(self, registers: list[Any]) -> Any:
+        """Return the value."""
         return registers[self.index]
 
 
@@ -84,11 +85,11 @@ class _Rows:
         return self.scale * registers[self.index] + self.offset
 
 
-_RESOLVERS = (_Register, _Held, _Nested, _Rows)
+_RESOLVERS = (Register, _Held, _Nested, _Rows)
 
 
 @dataclass(slots=True, kw_only=True)
-class _Step:
+class Step:
     """One call.
 
     Attributes
@@ -151,6 +152,34 @@ class _Step:
         for source, target in self.moves:
             registers[target] = registers[source]
 
+    def reads(self) -> Iterator[int]:
+        """Yield the registers that the call reads."""
+        for leaf in tree_leaves((self.args, self.kwargs)):
+            inside = tree_leaves(leaf.tree if isinstance(leaf, _Nested) else leaf)
+            yield from (inner.index for inner in inside if isinstance(inner, (Register, _Rows)))
+
+    def makes(self) -> Iterator[int]:
+        """Yield the registers that it writes."""
+        yield from (index for index in self.results if index >= 0)
+        yield from (target for _, target in (*self.moves, *self.clones))
+
+
+def run_steps(
+    steps: Sequence[Step], registers: list[Any], draw: Callable[[str, Callable[[], None]], None] | None = None
+) -> None:
+    """Run steps in order; ``draw`` runs those that draw random numbers."""
+    for step in steps:
+        if step.key is not None and draw is not None:
+            draw(step.key, partial(step.run, registers))
+        elif step.single is not None:
+            registers[step.results[0]] = step.call(registers[step.single])
+        else:
+            step.run(registers)
+        for source, target in step.clones:
+            registers[target] = registers[source].clone()
+        for index in step.free:
+            registers[index] = None
+
 
 @dataclass(slots=True, kw_only=True)
 class Steps:
@@ -161,8 +190,8 @@ class Steps:
     num_registers: int
     loads: tuple[tuple[int, Ref, bool], ...]
     stores: tuple[tuple[Ref, int], ...]
-    steps: tuple[_Step, ...]
-    evaluation: tuple[_Step, ...]
+    steps: tuple[Step, ...]
+    evaluation: tuple[Step, ...]
     rows: tuple[int, Ref, int] | None
     seed: int
 
@@ -198,17 +227,11 @@ class Steps:
         if self.rows is not None:
             index, ref, dim = self.rows
             registers[index] = values[ref].shape[dim]
-        for step in self.steps if training else self.evaluation:
-            if step.key is not None:
-                draw(step.key, seed_of(self.seed, step.key, microbatch), partial(step.run, registers))
-            elif step.single is not None:
-                registers[step.results[0]] = step.call(registers[step.single])
-            else:
-                step.run(registers)
-            for source, target in step.clones:
-                registers[target] = registers[source].clone()
-            for index in step.free:
-                registers[index] = None
+        run_steps(
+            self.steps if training else self.evaluation,
+            registers,
+            lambda key, call: draw(key, seed_of(self.seed, key, microbatch), call),
+        )
         return {ref: registers[index].contiguous() for ref, index in self.stores}
 
 
@@ -264,7 +287,7 @@ class _Compiler:
                 last_read[self._register(value)] = c
         stored = {register for _, register in stores}
         wanted = last_read.keys() | stored | {self._register(value_of[ref]) for ref in copies}
-        steps, evaluation, draws = list[_Step](), list[_Step](), Counter[str]()
+        steps, evaluation, draws = list[Step](), list[Step](), Counter[str]()
         for c, (name, i) in enumerate(self._calls):
             node = self._nodes[i]
             clones = tuple(
@@ -333,12 +356,12 @@ class _Compiler:
         wanted: Set[int],
         clones: tuple[tuple[int, int], ...],
         free: tuple[int, ...],
-    ) -> _Step:
+    ) -> Step:
         results = tuple(self._register(v) for v in node.results)
         moves = tuple((self._register(a), self._register(b)) for a, b in node.mutated)
         alone = len(node.args) == 1 and isinstance(node.args[0], Value) and not node.kwargs
         plain = alone and len(results) == 1 and not moves and node.grad
-        return _Step(
+        return Step(
             call=self._modules[node.target] if isinstance(node.target, str) else node.target,
             single=self._register(node.args[0]) if plain else None,
             args=tuple(self._argument(a) for a in node.args),
@@ -366,7 +389,7 @@ class _Compiler:
 
     def _bind(self, leaf: Any) -> Any:
         if isinstance(leaf, Value):
-            return _Register(self._register(leaf))
+            return Register(self._register(leaf))
         if isinstance(leaf, BatchSize):
             return _Rows(self._register(_ROWS), leaf.scale, leaf.offset)
         if isinstance(leaf, Attribute):

@@ -54,7 +54,7 @@ def open_on(
     Raises
     ------
     InputError
-        For a GPU that is asked for and not there.
+        For a GPU that is asked for and not there, or only for some of the ranks.
     """
     moving, summing = transport or TransportConfig(), collectives or CollectivesConfig()
     usable = find_spec("cupy") is not None
@@ -65,10 +65,14 @@ def open_on(
             f"[train] device = 'cuda', but {why}; pip install 'pdmpi[cuda13]' (or cuda12), or set 'cpu'"
         )
     if not num_devices:
-        from pdmpi.transport.mpi import MpiTransport
-
         load_ucx(only_if_asked=True)
-        return MpiTransport(stall_timeout_s), torch.device("cpu"), []
+        from pdmpi.transport.mpi import MpiTransport
+        from pdmpi.transport.places import refuse_mixed_places
+
+        opened = MpiTransport(stall_timeout_s)
+        if wanted != "cpu":
+            refuse_mixed_places(opened, has_device=False)
+        return opened, torch.device("cpu"), []
     chosen = choose_device(os.environ, num_devices, share=moving.share_devices)
     _let_segments_grow()
     device = torch.device("cuda", chosen)
@@ -78,7 +82,7 @@ def open_on(
     ucx = load_ucx()
     from pdmpi.transport.open import open_cuda_transport
 
-    opened, notes = open_cuda_transport(
+    on_device, notes = open_cuda_transport(
         stall_timeout_s,
         compute_stream=lambda: torch.cuda.current_stream().cuda_stream,
         ucx=ucx,
@@ -86,7 +90,7 @@ def open_on(
         device=moving.device,
         collectives=summing.backend,
     )
-    return opened, device, notes
+    return on_device, device, notes
 
 
 def _let_segments_grow() -> None:

@@ -42,6 +42,7 @@ from pdmpi.runtime.player import Player
 from pdmpi.runtime.slots import Allocate, device_memory, host_memory
 from pdmpi.runtime.softening import Softening
 from pdmpi.runtime.statistics import MinibatchStatistics
+from pdmpi.runtime.ways import why_no_graphs, why_not_compiled
 from pdmpi.runtime.weights import WeightRing
 from pdmpi.schedule.check import violations
 from pdmpi.schedule.program import ALL_STAGES, Op, Program, Topology
@@ -334,9 +335,12 @@ def build_rank(
     inputs = {layer.name for layer in graph.layers if layer.kind == INPUT}
     allocate = host_memory if device.type == "cpu" else device_memory(transport)
     limit = limit_of(config)
-    why_eager = _why_eager(config, programs, transport) if device.type == "cuda" else ""
+    why_eager = why_no_graphs(config, programs, transport) if device.type == "cuda" else ""
     if why_eager and config.runtime.cuda_graphs is True:
         raise InputError(f'[runtime] cuda_graphs = true, but {why_eager}; set it to "auto"')
+    why_plain = why_not_compiled(config, programs, device) if config.runtime.compile else ""
+    if why_plain:
+        raise InputError(f"[runtime] compile = true, but {why_plain}; set it to false")
     graphs = device.type == "cuda" and config.runtime.cuda_graphs and not why_eager
     played: Callable[..., Player] = Player
     if graphs:
@@ -350,7 +354,13 @@ def build_rank(
     for stage, ranks in enumerate(topology.ranks):
         if transport.rank not in ranks:
             continue
-        module = build_stage(traced, plan.stages[stage].layers, device=device, last=stage == last)
+        module = build_stage(
+            traced,
+            plan.stages[stage].layers,
+            device=device,
+            last=stage == last,
+            compiles=config.runtime.compile,
+        )
         trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
         names = _names_of(module)
         weights = WeightRing(
@@ -388,23 +398,6 @@ def build_rank(
         computes_loss={s: s == last for s in players},
         why_eager=why_eager,
     )
-
-
-def _why_eager(config: RunConfig, programs: Iterable[Program], transport: Transport) -> str:
-    """Return why no stage can be captured by CUDA graphs, or nothing."""
-    if not config.runtime.cuda_graphs:
-        return "[runtime] cuda_graphs = false"
-    if config.schedule.staleness_warmup or config.schedule.weight_prediction:
-        return "[schedule] staleness_warmup and weight_prediction change weights and rates as they go"
-    if any(np.any(rows[:, 0] == Op.BACKWARD_INPUT) for program in programs for rows in program.rows):
-        return f"schedule {config.schedule.name!r} runs its backward in two parts"
-    if config.train.batch_norm == "minibatch":
-        return '[train] batch_norm = "minibatch" keeps statistics between kernels'
-    if any(group.statistics for program in programs for group in program.groups):
-        return '[train] batch_norm = "synchronised" sums statistics between kernels'
-    if any(program.groups for program in programs) and not transport.sums_on_device:
-        return "gradients are summed by MPI, through the host"
-    return ""
 
 
 def _joint_limit(

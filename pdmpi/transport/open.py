@@ -13,6 +13,7 @@ from pdmpi.transport.device import isolation_problem, sharing_problem
 from pdmpi.transport.launcher import local_rank
 from pdmpi.transport.links import Link, link_pairs, measure_links
 from pdmpi.transport.mpi import MpiTransport, library
+from pdmpi.transport.places import refuse_mixed_places
 
 __all__ = ["measure_device_links", "open_cuda_transport"]
 
@@ -55,6 +56,7 @@ def open_cuda_transport(
         If what is asked for cannot be had, on every rank.
     """
     control = MpiTransport(stall_timeout_s)
+    refuse_mixed_places(control, has_device=True)
     host = os.uname().nodename
     mine = {
         "device": [host, device_id()],

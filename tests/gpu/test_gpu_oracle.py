@@ -33,3 +33,15 @@ def test_equals_the_oracle(model: str, graphs: bool) -> None:
     assert done.stdout.count("equal") == len(cases), done.stdout + done.stderr
     eager = len(cases) if not graphs else sum(name.startswith("zb") for name, *_ in SCHEDULES)
     assert done.stdout.count(" 0 graphs") == eager, done.stdout
+
+
+@pytest.mark.parametrize("ways", [["compiled"], ["compiled", "eager"]], ids="-".join)
+def test_compiled_stages_equal_the_oracle(ways: list[str]) -> None:
+    """By the compiler's own kernels, with CUDA graphs and without."""
+    cases = [("conv", "pipedream", 1, [1, 1], 12, {}), ("sequence", "1f1b", 4, [1, 1], 3, {})]
+    done = mpirun(
+        2, [RUNTIME / "mpi_oracle.py", json.dumps(cases), "cuda", *ways],
+        env={"OMPI_MCA_pml": "ucx"}, timeout=480,
+    )  # fmt: skip
+    assert done.stdout.count("equal") == len(cases), done.stdout + done.stderr
+    assert done.stdout.count(" 0 graphs") == len(cases) * ("eager" in ways), done.stdout

@@ -98,6 +98,43 @@ def test_mpi4py_and_cupy_are_imported_by_transport_only() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def scripts() -> list[Path]:
+    """The Python scripts and modules of tools/."""
+    files = [file for file in (PACKAGE.parent / "tools").rglob("*") if file.is_file()]
+    first_lines = ((file, file.read_bytes().partition(b"\n")[0]) for file in files)
+    return sorted(file for file, first in first_lines if file.suffix == ".py" or b"env python" in first)
+
+
+def names_in(module: str) -> set[str]:
+    """Return the names that a module of the package has, and the modules in it, without importing it."""
+    path = PACKAGE.parent.joinpath(*module.split("."))
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    names = {inner.stem for inner in path.glob("*")}
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {t.id for target in targets for t in ast.walk(target) if isinstance(t, ast.Name)}
+    return names
+
+
+def test_tools_find_what_they_import() -> None:
+    """No test runs the benchmarks; one that had lost an import would be noticed when its figures are due."""
+    missing = [
+        f"{file.name}:{node.lineno} imports {node.module}.{alias.name}"
+        for file in scripts()
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "pdmpi"
+        for alias in node.names
+        if alias.name not in names_in(str(node.module))
+    ]
+    assert len(scripts()) > 12
+    assert not missing, "\n".join(missing)
+
+
 def test_printing_is_left_to_the_command_line() -> None:
     wrong = [
         f"{file.relative_to(PACKAGE.parent)}:{node.lineno} prints"

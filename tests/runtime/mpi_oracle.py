@@ -29,12 +29,13 @@ def on_threads(config: RunConfig, plan: Plan) -> dict[str, Tensor]:
 
 def main() -> None:
     cases = json.loads(sys.argv[1])
-    place, eager = sys.argv[2], "eager" in sys.argv[3:]
+    place, ways = sys.argv[2], sys.argv[3:]
+    played = ({"cuda_graphs": False} if "eager" in ways else {}) | {"compile": "compiled" in ways}
     transport, device, _ = open_transport(run_config("conv", device=place))
     for model, schedule, microbatches, replicas, minibatches, options in cases:
         config = run_config(model, schedule, microbatches, **options.get("train", {}))
         limited = config.optimizer.model_copy(update={"clip_norm": options.get("clip_norm")})
-        runtime = config.runtime.model_copy(update={"cuda_graphs": False}) if eager else config.runtime
+        runtime = config.runtime.model_copy(update=played)
         config = config.model_copy(update={"optimizer": limited, "runtime": runtime})
         plan = make_plan(config, replicas)
         state, trainer = train_rank(config, plan, transport, device=device)

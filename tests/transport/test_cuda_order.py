@@ -63,3 +63,26 @@ def test_what_cannot_be_had_is_refused_or_said(
     env = stand_in() | {"XDG_CACHE_HOME": str(tmp_path)}
     job = mpirun(2, ["-c", OPEN, device, collectives], env=env)
     assert re.search(expected, job.stdout), job.stdout + job.stderr
+
+
+MIXED = """
+import sys, cupy
+from pdmpi.errors import InputError
+from pdmpi.transport.mpi import MPI, MpiTransport
+from pdmpi.transport.open import open_cuda_transport
+from pdmpi.transport.places import refuse_mixed_places
+try:
+    if MPI.COMM_WORLD.rank == 0:
+        open_cuda_transport(20.0, compute_stream=lambda: 0, ucx="", num_devices=1)
+    else:
+        refuse_mixed_places(MpiTransport(20.0), has_device=False)
+except InputError as error:
+    print("refused:", error)
+"""
+
+
+@each_mpi
+def test_ranks_without_a_device_beside_others_are_refused_on_every_rank(mpi: str) -> None:
+    job = mpirun(2, ["-c", MIXED], mpi, env=stand_in())
+    expected = r"refused: device = 'auto', but rank 1 on host \S+ sees no CUDA device and other ranks do; "
+    assert len(re.findall(expected, job.stdout)) == 2, job.stdout + job.stderr

@@ -1,0 +1,85 @@
+"""Stages that go through torch's compiler train as one process does, or say why they cannot.
+
+The compiler's front follows the calls and their gradients; its kernels, which take minutes to make on a
+CPU, are left to the GPU's tests.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from harness import assert_same, make_plan, run_config, serialise_forwards, train_local
+from oracle import replay
+from torch import Tensor, nn
+
+from pdmpi.config.run import RunConfig
+from pdmpi.errors import InputError
+from pdmpi.model import compiled
+
+
+@pytest.fixture(autouse=True)
+def _without_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    serialise_forwards(monkeypatch)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    yield
+    torch._dynamo.reset()
+
+
+def configured(model: str, schedule: str = "pipedream", microbatches: int = 1, **train: Any) -> RunConfig:
+    found = run_config(model, schedule, microbatches, **train)
+    return found.model_copy(update={"runtime": found.runtime.model_copy(update={"compile": True})})
+
+
+@pytest.mark.parametrize(("model", "schedule", "parts", "replicas", "recompute"), [
+    ("conv", "pipedream", 1, [1, 1], "never"),
+    ("sequence", "gpipe", 2, [2, 1], "always"),
+], ids=str)  # fmt: skip
+def test_equals_one_process(
+    model: str, schedule: str, parts: int, replicas: list[int], recompute: str
+) -> None:
+    torch._dynamo.utils.counters.clear()
+    config = configured(model, schedule, parts)
+    chosen = config.schedule.model_copy(update={"recompute": recompute})
+    config = config.model_copy(update={"schedule": chosen})
+    plan = make_plan(config, replicas)
+    expected = replay(config, plan, [48 // config.train.minibatch_size])
+    for state in train_local(config, plan):
+        assert_same(state, expected)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= len(replicas)
+
+
+def test_two_part_backwards_are_refused() -> None:
+    config = configured("conv", "zb-h1", 4)
+    message = r"compile = true, but schedule 'zb-h1' runs its backward in two parts; set it to false"
+    with pytest.raises(InputError, match=message):
+        train_local(config, make_plan(config, [1, 1]))
+
+
+def test_a_machine_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled.shutil, "which", lambda name: None)
+    with pytest.raises(InputError, match=r"compile = true, but there is no C\+\+ compiler"):
+        train_local(configured("conv"), make_plan(configured("conv"), [1, 1]))
+
+
+class Breaks(nn.Module):
+    """What the compiler would have to leave its graph for."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return torch.relu(x)
+
+
+def test_a_layer_that_cannot_be_compiled_is_refused() -> None:
+    config = configured("conv")
+    named = config.model.model_copy(update={"factory": "test_compiled:breaking"})
+    config = config.model_copy(update={"model": named})
+    with pytest.raises(InputError, match=r"\[runtime\] compile = true, but .*; set it to false"):
+        train_local(config, make_plan(config, [1, 1]))
+
+
+def breaking() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 16), Breaks(), nn.Linear(16, 10))
