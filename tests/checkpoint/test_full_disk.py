@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-
 import numpy as np
 import pytest
+from tmpfs import mounted
 
 from pdmpi.checkpoint import Array, CheckpointWriter, Snapshot, latest
 from pdmpi.checkpoint import writer as writer_module
@@ -15,12 +13,8 @@ from pdmpi.checkpoint.store import Alone
 
 @pytest.fixture
 def disk(tmp_path):
-    if os.geteuid() != 0:
-        pytest.skip("needs root, to mount a small file system")
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=5m", "tmpfs", tmp_path]).returncode:
-        pytest.skip("this machine lets nobody mount a tmpfs")
-    yield tmp_path
-    subprocess.run(["umount", "-l", tmp_path], check=True)
+    with mounted(tmp_path, "5m") as disk:
+        yield disk
 
 
 def test_the_new_one_is_lost_and_nothing_is_left_of_it(disk, monkeypatch):

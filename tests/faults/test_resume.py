@@ -23,6 +23,7 @@ from faults.fault_run import (
     train,
 )  # fmt: skip
 from launch import start
+from tmpfs import mounted
 
 from pdmpi.checkpoint.lock import RunLock
 from pdmpi.checkpoint.safetensors import SafetensorsFile, export
@@ -221,15 +222,10 @@ def test_the_time_limit_of_the_job_stops_it_in_time(runs, tmp_path):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    if os.geteuid() != 0:
-        pytest.skip("needs root, to mount a small file system")
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16500k", "tmpfs", disk]).returncode:
-        pytest.skip("this machine lets nobody mount a tmpfs")
-    yield disk
-    subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
-    subprocess.run(["umount", "-l", disk], check=True)
+    directory = tmp_path / "disk"
+    directory.mkdir()
+    with mounted(directory, "16500k") as disk:
+        yield disk
 
 
 def test_a_full_disk_loses_new_checkpoints_and_keeps_the_run(runs, small_disk):
