@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import statistics
@@ -18,6 +17,7 @@ from pdmpi.model.timing import torch_threads
 from pdmpi.plan.cluster import Cluster, Device, Level
 from pdmpi.transport.base import Transport
 from pdmpi.transport.links import Link, measure_links
+from pdmpi.transport.share import share
 
 __all__ = ["SUM_BYTES", "measured_cluster", "measured_sum_s"]
 
@@ -51,12 +51,9 @@ def measured_cluster(transport: Transport, device: torch.device = _CPU) -> Clust
         For one rank, for hosts with different numbers of ranks, and for ranks that are not
         numbered host by host.
     """
-    hosts = [part.decode() for part in _share(transport, socket.gethostname().encode())]
+    hosts = share(transport, socket.gethostname())
     per_host = _ranks_per_host(hosts)
     num_hosts = len(hosts) // per_host
-    kinds = {part.decode() for part in _share(transport, device.type.encode())}
-    if len(kinds) > 1:
-        raise InputError("some ranks drive a GPU and some none; give --device cpu, or hosts that are alike")
     levels, memory = [], "host" if device.type == "cpu" else "cuda"
     if per_host > 1:
         inside = measure_links(transport, [(0, 1)], memory, transport.allocate)
@@ -66,7 +63,7 @@ def measured_cluster(transport: Transport, device: torch.device = _CPU) -> Clust
         between = measure_links(transport, firsts, memory, transport.allocate)
         levels.append(_level("network", num_hosts, between, shared=per_host > 1))
     found = _card(device) if device.type == "cuda" else _share_of_host(transport, per_host)
-    parts = [json.loads(part) for part in _share(transport, json.dumps(asdict(found)).encode())]
+    parts = share(transport, asdict(found))
     names = sorted({part["name"] for part in parts})
     if len(names) > 1:
         raise InputError(
@@ -100,7 +97,7 @@ def measured_sum_s(transport: Transport, device: torch.device = _CPU) -> float:
         began = time.perf_counter()
         once()
         seconds.append(time.perf_counter() - began)
-    return max(float(part) for part in _share(transport, repr(statistics.median(seconds)).encode()))
+    return float(max(share(transport, statistics.median(seconds))))
 
 
 def _card(device: torch.device) -> Device:
@@ -150,7 +147,7 @@ def _relative_speed(transport: Transport) -> float:
     with torch_threads(1):
         step = _training_step()
         alone = statistics.median(_seconds(step, _ALONE_S)) if transport.rank == 0 else 0.0
-        alone = float(_share(transport, repr(alone).encode())[0])
+        alone = float(share(transport, alone)[0])
         transport.barrier()
         return alone / statistics.fmean(_seconds(step, _TOGETHER_S))
 
@@ -193,10 +190,3 @@ def _seconds(step: Callable[[], None], budget_s: float) -> list[float]:
 
 def _memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _share(transport: Transport, data: bytes) -> list[bytes]:
-    """Return every rank's bytes, by rank, on every rank."""
-    parts = transport.gather(data)
-    text = transport.broadcast(json.dumps([part.decode() for part in parts]).encode())
-    return [part.encode() for part in json.loads(text)]

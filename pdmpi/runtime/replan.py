@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,6 +19,7 @@ from pdmpi.runtime.cluster import measured_cluster
 from pdmpi.simulate.settle import best_settled
 from pdmpi.slurm.shape import assignment, shape_problem
 from pdmpi.transport.base import Transport
+from pdmpi.transport.share import share
 
 __all__ = ["fitted"]
 
@@ -59,8 +59,7 @@ def fitted(
     InputError
         On every rank, when the plan's nodes fit on no hosts, or no plan uses exactly these ranks.
     """
-    parts = [part.decode() for part in transport.gather(socket.gethostname().encode())]
-    hosts: list[str] = json.loads(transport.broadcast(json.dumps(parts).encode()))
+    hosts: list[str] = share(transport, socket.gethostname())
     if plan.num_ranks == len(hosts):
         placed = _placed(plan, hosts)
         if placed is not None:

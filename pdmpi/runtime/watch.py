@@ -17,6 +17,7 @@ from pdmpi.runtime.guardian import DONE, TOLD, instruction_at, state_of
 from pdmpi.runtime.recorder import Recorder
 from pdmpi.schedule.program import TEMPLATES
 from pdmpi.transport.base import Transport
+from pdmpi.transport.share import share
 
 __all__ = ["Peer", "Watch"]
 
@@ -86,9 +87,8 @@ class Watch:
         host = socket.gethostname()
         space = f"{host}:{_pid_namespace()}"
         me = Peer(label, host, space, os.getpid(), self.recorder.descriptor, self._pipe[0], tuple(stages))
-        everyone = transport.gather(json.dumps(asdict(me)).encode())
-        table = transport.broadcast(b"[" + b",".join(everyone) + b"]")
-        self.peers = [Peer(**{**peer, "stages": tuple(peer["stages"])}) for peer in json.loads(table)]
+        everyone = share(transport, asdict(me))
+        self.peers = [Peer(**{**peer, "stages": tuple(peer["stages"])}) for peer in everyone]
         self._near = [rank for rank, peer in enumerate(self.peers) if peer.space == space]
         self._guardian: subprocess.Popen[bytes] | None = None
 

@@ -6,7 +6,6 @@ ping-pong would not notice a link, or an MPI library, that serialises them.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -14,6 +13,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from pdmpi.transport.base import Bytes, Transport
+from pdmpi.transport.share import share
 
 __all__ = ["Exchange", "measure_exchanges", "rounds_of"]
 
@@ -75,8 +75,7 @@ def measure_exchanges(
             rate = _rate(transport, pair, wanted[pair])
             if transport.rank == pair[0]:
                 mine.append(Exchange(*pair, rate))
-    parts = transport.gather(json.dumps([asdict(found) for found in mine]).encode())
-    everything = json.loads(transport.broadcast(b"[" + b",".join(parts) + b"]"))
+    everything = share(transport, [asdict(found) for found in mine])
     found = {(e["source"], e["target"]): Exchange(**e) for part in everything for e in part}
     return [found[pair] for pair in pairs]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -11,6 +10,7 @@ from itertools import combinations
 import numpy as np
 
 from pdmpi.transport.base import Bytes, Transport
+from pdmpi.transport.share import share
 
 __all__ = ["Link", "link_pairs", "measure_links"]
 
@@ -77,9 +77,8 @@ def measure_links(
             if transport.rank == source:
                 mine.append(Link(source, target, memory, times_s[0], LARGE_BYTES / times_s[1]))
         transport.barrier()
-    parts = transport.gather(json.dumps([asdict(link) for link in mine]).encode())
-    everything = transport.broadcast(b"[" + b",".join(parts) + b"]")
-    found = [Link(**link) for part in json.loads(everything) for link in part]
+    everything = share(transport, [asdict(link) for link in mine])
+    found = [Link(**link) for part in everything for link in part]
     return sorted(found, key=lambda link: (link.source, link.target))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 
@@ -14,6 +13,7 @@ from pdmpi.transport.launcher import local_rank
 from pdmpi.transport.links import Link, link_pairs, measure_links
 from pdmpi.transport.mpi import MpiTransport, library
 from pdmpi.transport.places import refuse_mixed_places
+from pdmpi.transport.share import share
 
 __all__ = ["measure_device_links", "open_cuda_transport"]
 
@@ -64,9 +64,8 @@ def open_cuda_transport(
         "nccl": nccl_problem(),
         "unaware": _why_unaware(device, ucx),
     }
-    table = control.broadcast(b"[" + b",".join(control.gather(json.dumps(mine).encode())) + b"]")
+    ranks = share(control, mine)
     control.close()
-    ranks = json.loads(table)
     shared = sharing_problem([(rank["device"][0], rank["device"][1]) for rank in ranks])
     no_nccl = shared or next((rank["nccl"] for rank in ranks if rank["nccl"]), "")
     if no_nccl and collectives == "nccl":

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-import json
 import os
 
 from pdmpi.errors import InputError
-from pdmpi.transport.mpi import MpiTransport
+from pdmpi.transport.base import Transport
+from pdmpi.transport.share import share
 
 __all__ = ["refuse_mixed_places"]
 
 
-def refuse_mixed_places(transport: MpiTransport, has_device: bool) -> None:
+def refuse_mixed_places(transport: Transport, has_device: bool) -> None:
     """Compare what every rank found; all ranks call it at the same time.
+
+    The transport is closed where that does not fit.
 
     Raises
     ------
     InputError
         On every rank, if only some see a CUDA device.
     """
-    told = json.dumps([os.uname().nodename, has_device]).encode()
-    places = json.loads(transport.broadcast(b"[" + b",".join(transport.gather(told)) + b"]"))
+    places = share(transport, [os.uname().nodename, has_device])
     without = [f"rank {rank} on host {host}" for rank, (host, has) in enumerate(places) if not has]
     if without and len(without) < len(places):
+        transport.close()
         raise InputError(
-            f"device = 'auto', but {without[0]} sees no CUDA device and other ranks do; start no more ranks "
-            "on a host than it has devices (and CuPy), or set [train] device = 'cpu'"
+            f"device = 'auto', but {without[0]} sees no CUDA device (or lacks CuPy) and other ranks do; "
+            "start ranks where there are devices, or give device 'cpu'"
         )

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,6 +16,7 @@ from pdmpi.plan.cluster_text import cluster_to_text
 from pdmpi.runtime import cluster as measuring
 from pdmpi.runtime.cluster import SUM_BYTES, measured_cluster
 from pdmpi.transport.local import LocalTransport, LocalWorld
+from pdmpi.transport.share import share
 
 LEVELS = st.builds(
     Level,
@@ -42,12 +44,10 @@ def test_what_is_written_is_read_back(levels: list[Level], memory: int, speed: f
 
 def on_hosts(monkeypatch: pytest.MonkeyPatch, hosts: list[str]) -> list[Cluster]:
     """Measure on ranks that are threads and believe to be on these hosts."""
-    share = measuring._share
+    def renamed(transport: LocalTransport, mine: Any) -> list[Any]:
+        return share(transport, hosts[transport.rank] if mine == "real" else mine)
 
-    def renamed(transport: LocalTransport, data: bytes) -> list[bytes]:
-        return share(transport, hosts[transport.rank].encode() if data == b"real" else data)
-
-    monkeypatch.setattr(measuring, "_share", renamed)
+    monkeypatch.setattr(measuring, "share", renamed)
     monkeypatch.setattr(measuring.socket, "gethostname", lambda: "real")
     monkeypatch.setattr(measuring, "_ALONE_S", 0.02)
     monkeypatch.setattr(measuring, "_TOGETHER_S", 0.02)
