@@ -18,6 +18,8 @@ def mounted(directory: Path, size: str) -> Iterator[Path]:
         pytest.skip("needs root, to mount a small file system")
     if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", directory]).returncode:
         pytest.skip("this machine lets nobody mount a tmpfs")
-    yield directory
-    subprocess.run(["mount", "-o", "remount,rw", directory], check=True)
-    subprocess.run(["umount", "-l", directory], check=True)
+    try:
+        yield directory
+    finally:
+        subprocess.run(["mount", "-o", "remount,rw", directory], check=True)
+        subprocess.run(["umount", "-l", directory], check=True)

@@ -146,7 +146,8 @@ class RuntimeConfig(_Table):
     """Seconds that a transfer of the program may take; then the job is ended.
 
     Where all ranks meet (start, checkpoint, end of a program) it is ten times as long, since one of them
-    may be reading data or writing a file.
+    may be reading data or writing a file; with ``compile`` it always is, since stages compile one after
+    the other.
     """
     silence_timeout_s: float = Field(default=7.0, gt=0)
     """Seconds without a sign of life of a rank (stopped, its host or link gone) until the job is ended."""

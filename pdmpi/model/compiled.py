@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pdmpi.errors import InputError
+from pdmpi.errors import PdmpiError
 from pdmpi.model.steps import Register, Step, Steps, run_steps
 
 __all__ = ["compiled", "no_compiler_for"]
@@ -21,10 +21,15 @@ __all__ = ["compiled", "no_compiler_for"]
 
 def no_compiler_for(device: torch.device) -> str:
     """Return what torch's compiler lacks to make code for a device, or nothing."""
-    if device.type == "cuda":
-        return "" if find_spec("triton") else "Triton is missing (pip install triton)"
-    names = [os.environ.get("CXX", "g++"), "g++", "clang++"]
-    return "" if any(map(shutil.which, names)) else "there is no C++ compiler (g++) on this machine"
+    if device.type == "cpu":
+        name = os.environ.get("CXX", "g++")
+        return "" if shutil.which(name) else f"there is no C++ compiler {name!r} (CXX names another)"
+    if not find_spec("triton"):
+        return "Triton is missing (pip install triton)"
+    if torch.cuda.get_device_capability(device) < (7, 0):
+        return "Triton makes no code for a GPU as old as this one"
+    names = [os.environ.get("CC", "cc"), "gcc", "clang"]
+    return "" if any(map(shutil.which, names)) else "Triton finds no C compiler (cc, gcc, clang)"
 
 
 def compiled(steps: Steps) -> Steps:
@@ -78,16 +83,27 @@ def _compiled(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tupl
         try:
             return made(*values)
         except torch._dynamo.exc.TorchDynamoException as error:
-            why = str(error).strip().partition("\n")[0]
-            raise InputError(f"[runtime] compile = true, but {why}; set it to false") from error
+            raise PdmpiError(f"[runtime] compile: {_reason(error)}; set it to false") from error
 
     return call
+
+
+def _reason(error: Exception) -> str:
+    """Return what the compiler says, without its advice, on one line."""
+    lines = [line.strip() for line in str(getattr(error, "inner_exception", error)).splitlines()]
+    said = [line for line in lines if line][:1]
+    mark = "Developer debug context: "
+    said += [line.removeprefix(mark) for line in lines if line.startswith(mark) and line != mark.strip()]
+    return ": ".join(said)
 
 
 def _function(
     run: tuple[Step, ...], num_registers: int, reads: tuple[int, ...], left: tuple[int, ...]
 ) -> Callable[..., tuple[Tensor, ...]]:
-    """Return a function from what the steps read to what they leave."""
+    """Return a function from what the steps read to what they leave.
+
+    Its code is an object of its own: the compiler compiles one so many times at most.
+    """
 
     def call(*values: Any) -> tuple[Tensor, ...]:
         registers: list[Any] = [None] * num_registers
@@ -96,4 +112,5 @@ def _function(
         run_steps(run, registers)
         return tuple(registers[index] for index in left)
 
+    call.__code__ = call.__code__.replace(co_name=f"steps_to_{'_'.join(map(str, left))}")
     return call

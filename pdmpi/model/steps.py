@@ -169,7 +169,8 @@ def run_steps(
 ) -> None:
     """Run steps in order; ``draw`` runs those that draw random numbers."""
     for step in steps:
-        if step.key is not None and draw is not None:
+        if step.key is not None:
+            assert draw is not None
             draw(step.key, partial(step.run, registers))
         elif step.single is not None:
             registers[step.results[0]] = step.call(registers[step.single])

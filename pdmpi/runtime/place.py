@@ -17,12 +17,16 @@ if TYPE_CHECKING:  # importing it starts MPI
 
 __all__ = ["open_on", "open_transport"]
 
+_COMPILING = 10
+"""Times that a transfer may take where a stage waits for those before it to be compiled."""
+
 
 def open_transport(config: RunConfig) -> tuple[MpiTransport, torch.device, list[str]]:
     """Choose this rank's device, then start MPI, as a run's configuration says; see `open_on`."""
+    runtime = config.runtime
     return open_on(
         config.train.device,
-        config.runtime.stall_timeout_s,
+        runtime.stall_timeout_s * (_COMPILING if runtime.compile else 1),
         transport=config.transport,
         collectives=config.collectives,
     )
@@ -54,7 +58,7 @@ def open_on(
     Raises
     ------
     InputError
-        For a GPU that is asked for and not there, or only for some of the ranks.
+        For a GPU that is asked for and not there, or, with ``"auto"``, only for some of the ranks.
     """
     moving, summing = transport or TransportConfig(), collectives or CollectivesConfig()
     usable = find_spec("cupy") is not None

@@ -50,6 +50,7 @@ from pdmpi.schedule.registry import program_of
 from pdmpi.schedule.staleness import version_lag
 from pdmpi.schedule.topology import topology_of
 from pdmpi.transport.base import Transport
+from pdmpi.transport.share import share
 
 __all__ = [
     "Datasets", "Rank", "build_rank", "check_fit", "label_of", "load_datasets", "quantum_of",
@@ -338,9 +339,12 @@ def build_rank(
     why_eager = why_no_graphs(config, programs, transport) if device.type == "cuda" else ""
     if why_eager and config.runtime.cuda_graphs is True:
         raise InputError(f'[runtime] cuda_graphs = true, but {why_eager}; set it to "auto"')
-    why_plain = why_not_compiled(config, programs, device) if config.runtime.compile else ""
-    if why_plain:
-        raise InputError(f"[runtime] compile = true, but {why_plain}; set it to false")
+    if config.runtime.compile:
+        reasons = share(transport, why_not_compiled(config, programs, device))
+        InputError.collect(
+            f"[runtime] compile = true, but {why}; set it to false"
+            for why in dict.fromkeys(filter(None, reasons))
+        )
     graphs = device.type == "cuda" and config.runtime.cuda_graphs and not why_eager
     played: Callable[..., Player] = Player
     if graphs:

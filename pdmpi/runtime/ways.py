@@ -21,11 +21,12 @@ def why_no_graphs(config: RunConfig, programs: Sequence[Program], transport: Tra
         return "[runtime] cuda_graphs = false"
     if config.schedule.staleness_warmup or config.schedule.weight_prediction:
         return "[schedule] staleness_warmup and weight_prediction change weights and rates as they go"
+    divided = _divided(config, programs)
+    if divided:
+        return divided
     groups = [group for program in programs for group in program.groups]
     summed = any(group.stage != ALL_STAGES for group in groups)  # all stages' sum is outside of graphs
-    if summed and not transport.sums_on_device:
-        return "gradients are summed by MPI, through the host"
-    return _divided(config, programs)
+    return "gradients are summed by MPI, through the host" if summed and not transport.sums_on_device else ""
 
 
 def why_not_compiled(config: RunConfig, programs: Sequence[Program], device: torch.device) -> str:

@@ -18,7 +18,7 @@ def run_checks(checks: Sequence[Callable[..., object]], transport: Any, *context
     for check in checks:
         try:
             check(transport, *context)
-        except Exception:
+        except BaseException:  # pytest's own failures, too
             print(f"{check.__name__} failed on rank {transport.rank}:", file=sys.stderr)
             traceback.print_exc()
             sys.stderr.flush()
