@@ -93,7 +93,7 @@ def _reason(error: Exception) -> str:
     lines = [line.strip() for line in str(getattr(error, "inner_exception", error)).splitlines()]
     said = [line for line in lines if line][:1]
     mark = "Developer debug context: "
-    said += [line.removeprefix(mark) for line in lines if line.startswith(mark) and line != mark.strip()]
+    said += [line.removeprefix(mark) for line in lines if line.startswith(mark)]
     return ": ".join(said)
 
 

@@ -44,6 +44,7 @@ def test_what_is_written_is_read_back(levels: list[Level], memory: int, speed: f
 
 def on_hosts(monkeypatch: pytest.MonkeyPatch, hosts: list[str]) -> list[Cluster]:
     """Measure on ranks that are threads and believe to be on these hosts."""
+
     def renamed(transport: LocalTransport, mine: Any) -> list[Any]:
         return share(transport, hosts[transport.rank] if mine == "real" else mine)
 
