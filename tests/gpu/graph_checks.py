@@ -62,6 +62,7 @@ def config_of(graphs: Any, *, samples: int = 64, dtype: str = "float32", **model
         "optimizer": {"name": "AdamW", "args": {"lr": 1e-3}},
         "train": {"minibatch_size": 4, "epochs": 1, "evaluate_every": 0, "dtype": dtype},
         "runtime": {"cuda_graphs": graphs},
+        "transport": {"share_devices": True},
         "checkpoint": {"enabled": False, "every_minibatches": 10000},
     })  # fmt: skip
 
@@ -99,7 +100,7 @@ def main() -> None:
     for dtype in ("float32", "bfloat16"):
         for replicas in ([1, 1], [2]):
             states = []
-            for graphs in (False, True):
+            for graphs in (False, "auto"):
                 trainer = made(config_of(graphs, dtype=dtype), transport, device, replicas)
                 trainer.epoch(Position())
                 states.append(state_of(trainer))

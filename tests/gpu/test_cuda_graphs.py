@@ -1,4 +1,4 @@
-"""CUDA graphs on two real devices: eager's results, the fall back, no waits, no leak."""
+"""CUDA graphs on real devices, two or a shared one: eager's results, the fall back, no waits, no leak."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ from launch import REPOSITORY, mpirun
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def test_what_graphs_promise() -> None:
@@ -24,7 +21,8 @@ def test_what_graphs_promise() -> None:
             if name.endswith("from eager"):
                 assert value < 1e-5, (name, value)
             elif name.endswith("graphs"):
-                assert value > 0, name
+                summed_by_mpi = "[2]" in name and torch.cuda.device_count() < 2  # NCCL wants a device each
+                assert (value == 0) == summed_by_mpi, name
         reserved, allocated = found["bytes more after 1024 minibatches more"]
         assert reserved <= 0
         assert allocated < 1 << 20

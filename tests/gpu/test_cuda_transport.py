@@ -1,4 +1,4 @@
-"""`CudaTransport` between two real devices: order, sizes to 1 GiB, dtypes, a killed rank."""
+"""`CudaTransport` between real devices, two or a shared one: order, sizes to 1 GiB, dtypes, a killed rank."""
 
 from __future__ import annotations
 
@@ -21,13 +21,20 @@ def num_devices() -> int:
         return 0
 
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(num_devices() < 2, reason="needs two CUDA devices"),
-]
+pytestmark = pytest.mark.gpu
+
+NCCL = pytest.mark.skipif(num_devices() < 2, reason="NCCL needs a CUDA device for each rank")
 
 
-@pytest.mark.parametrize(("way", "reduction"), [("aware", "nccl"), ("staged", "nccl"), ("staged", "mpi")])
+@pytest.mark.parametrize(
+    ("way", "reduction"),
+    [
+        pytest.param("aware", "nccl", marks=NCCL),
+        pytest.param("staged", "nccl", marks=NCCL),
+        ("aware", "mpi"),
+        ("staged", "mpi"),
+    ],
+)
 def test_transport(way: str, reduction: str) -> None:
     job = mpirun(2, [SCRIPT, way, reduction], env=UCX, timeout=200)
     assert job.stdout.count("passed") == 7
@@ -53,7 +60,7 @@ import os, signal
 from pdmpi.transport.device import choose_device, load_ucx
 load_ucx()
 import cupy
-cupy.cuda.Device(choose_device(os.environ, cupy.cuda.runtime.getDeviceCount())).use()
+cupy.cuda.Device(choose_device(os.environ, cupy.cuda.runtime.getDeviceCount(), share=True)).use()
 from pdmpi.runtime.watch import Watch
 from pdmpi.transport.cuda import CudaTransport
 stream = cupy.cuda.Stream(non_blocking=True)

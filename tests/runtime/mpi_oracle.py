@@ -31,7 +31,9 @@ def main() -> None:
     cases = json.loads(sys.argv[1])
     place, ways = sys.argv[2], sys.argv[3:]
     played = ({"cuda_graphs": False} if "eager" in ways else {}) | {"compile": "compiled" in ways}
-    transport, device, _ = open_transport(run_config("conv", device=place))
+    opening = run_config("conv", device=place)
+    shared = opening.transport.model_copy(update={"share_devices": True})
+    transport, device, _ = open_transport(opening.model_copy(update={"transport": shared}))
     for model, schedule, microbatches, replicas, minibatches, options in cases:
         config = run_config(model, schedule, microbatches, **options.get("train", {}))
         limited = config.optimizer.model_copy(update={"clip_norm": options.get("clip_norm")})

@@ -26,7 +26,7 @@ import numpy as np  # noqa: E402
 ON_GPU = not hasattr(cupy.cuda.Stream, "enqueue")  # the stand-in's streams have it
 
 if ON_GPU:
-    cupy.cuda.Device(choose_device(os.environ, cupy.cuda.runtime.getDeviceCount())).use()
+    cupy.cuda.Device(choose_device(os.environ, cupy.cuda.runtime.getDeviceCount(), share=True)).use()
 
 from pdmpi.transport.cuda import CudaTransport  # noqa: E402
 from pdmpi.transport.dtypes import known_sum  # noqa: E402
@@ -60,6 +60,12 @@ def slow_fill(stream: Any, buffer: Any, value: int, seconds: float) -> None:
             buffer.fill(value)
     else:
         stream.enqueue(lambda: (time.sleep(seconds), buffer.fill(value)))
+
+
+def put(buffer: Any, values: Any) -> None:
+    """Copy to the device and wait for it: from pageable memory a copy may return before it has landed."""
+    buffer.set(values)
+    cupy.cuda.Device().synchronize()
 
 
 def hold(stream: Any, until: threading.Event) -> None:
@@ -176,7 +182,7 @@ def sums_in_every_dtype(transport: CudaTransport, stream: Any) -> None:
         for _ in range(3):
             slow_fill(stream, buffer, 0, 1e-4)
             stream.synchronize()
-            buffer.set(mine)
+            put(buffer, mine)
             bound.post().wait()
             stream.synchronize()
             assert np.array_equal(cupy.asnumpy(buffer), expected), dtype
@@ -185,7 +191,7 @@ def sums_in_every_dtype(transport: CudaTransport, stream: Any) -> None:
 @check
 def sums_overlap_with_messages(transport: CudaTransport, stream: Any) -> None:
     gradient: Any = transport.allocate(1 << 20)
-    gradient.set(np.ones(1 << 18, np.float32).view(np.uint8))
+    put(gradient, np.ones(1 << 18, np.float32).view(np.uint8))
     buffer = transport.allocate(1 << 20)
     total = transport.bind_allreduce(gradient, "float32", [0, 1])
     for number in range(5):
