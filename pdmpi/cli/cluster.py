@@ -43,7 +43,7 @@ def command(output: Path | None, force: bool, device: str, as_json: bool) -> Non
       mpirun -n 4 pdmpi cluster --device cpu
     """
     from pdmpi.runtime.agree import from_rank_0
-    from pdmpi.runtime.cluster import SUM_BYTES, measured_cluster, measured_sum_s
+    from pdmpi.runtime.cluster import measured_cluster
     from pdmpi.runtime.place import open_on
 
     transport, place, notes = open_on(device)
@@ -55,13 +55,11 @@ def command(output: Path | None, force: bool, device: str, as_json: bool) -> Non
 
     from_rank_0(transport, check)
     cluster = measured_cluster(transport, place)
-    sum_s = measured_sum_s(transport, place)
     if transport.rank == 0:
         if output is not None:
             _write(output, cluster)
-        summed = f"a sum of {human_bytes(SUM_BYTES)} over all ranks takes {human_seconds(sum_s)}"
-        data = {**asdict(cluster), "sum_bytes": SUM_BYTES, "sum_s": sum_s, "notes": notes}
-        emit(data, [_levels(cluster), _devices(cluster, output), summed, *notes], as_json)
+        shown = [_levels(cluster), _devices(cluster, output), *notes]
+        emit({**asdict(cluster), "notes": notes}, shown, as_json)
     transport.close()
 
 
@@ -80,11 +78,13 @@ def _levels(cluster: Cluster) -> Table:
             level.count,
             f"{human_bytes(level.bandwidth_bytes_per_s)}/s",
             human_seconds(level.latency_s),
+            f"{human_bytes(level.bandwidth_bytes_per_s * level.allreduce_efficiency)}/s",
             "yes" if level.shared else "no",
         )
         for level in cluster.levels
     ]
-    return table(f"Links of {cluster.name}", ["level", "joins", "bandwidth", "latency", "shared"], rows)
+    columns = ["level", "joins", "bandwidth", "latency", "allreduce", "shared"]
+    return table(f"Links of {cluster.name}", columns, rows)
 
 
 def _devices(cluster: Cluster, output: Path | None) -> str:

@@ -25,6 +25,9 @@ class Level:
     shared
         Whether all devices of one inner member share its one link to this level (a node's
         network card), rather than having one each.
+    allreduce_efficiency
+        Part of the bandwidth that a ring allreduce up to this level reaches; above 1 where a library
+        makes more of a link than one message does.
     """
 
     name: str
@@ -32,6 +35,7 @@ class Level:
     bandwidth_bytes_per_s: float
     latency_s: float = 0.0
     shared: bool = False
+    allreduce_efficiency: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

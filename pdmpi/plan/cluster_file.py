@@ -83,6 +83,8 @@ class _LevelTable(_Table):
     """Of one message: ``"20 us"``, or seconds."""
     shared: bool = False
     """Whether all devices of one inner member share its one link to this level."""
+    allreduce_efficiency: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    """Part of the bandwidth that a ring allreduce reaches."""
 
 
 class _DeviceTable(_Table):
@@ -182,6 +184,7 @@ def parse_cluster(text: str, source: str = "cluster") -> Cluster:
             Level(
                 name=level.name, count=level.count, bandwidth_bytes_per_s=level.bandwidth,
                 latency_s=level.latency, shared=level.shared,
+                allreduce_efficiency=level.allreduce_efficiency,
             )
             for level in table.levels
         ),

@@ -29,6 +29,8 @@ def cluster_to_text(cluster: Cluster, description: str) -> str:
             f'latency = "{level.latency_s * 1e6:.6g} us"',
         ]
         lines += ["shared = true"] if level.shared else []
+        if level.allreduce_efficiency != 1.0:
+            lines.append(f"allreduce_efficiency = {level.allreduce_efficiency:.3g}")
     lines += [
         "",
         "[[devices]]",

@@ -254,8 +254,12 @@ def cluster_arrays(cluster: Cluster) -> dict[str, NDArray[Any]]:
         "level_names": texts_array([level.name for level in cluster.levels]),
         "level_counts": _ints([level.count for level in cluster.levels]),
         "level_rates": np.array(
-            [[level.bandwidth_bytes_per_s, level.latency_s] for level in cluster.levels], dtype=np.float64
-        ).reshape(-1, 2),
+            [
+                [level.bandwidth_bytes_per_s, level.latency_s, level.allreduce_efficiency]
+                for level in cluster.levels
+            ],
+            dtype=np.float64,
+        ).reshape(-1, 3),
         "level_shared": np.array([level.shared for level in cluster.levels], dtype=bool),
         "device_names": texts_array([device.name for device in cluster.devices]),
         "device_memory_bytes": _ints([device.memory_bytes for device in cluster.devices]),
@@ -270,6 +274,7 @@ def _cluster_from(arrays: Arrays) -> Cluster:
             name=name, count=_number(count, "a level's count", least=1, integer=True), shared=shared,
             bandwidth_bytes_per_s=_number(rates[0], "a bandwidth", least=1e-9),
             latency_s=_number(rates[1], "a latency"),
+            allreduce_efficiency=_number(rates[2], "an allreduce's efficiency", least=1e-9),
         )
         for name, count, rates, shared in zip(
             texts(arrays["level_names"]), arrays["level_counts"].tolist(), arrays["level_rates"].tolist(),

@@ -71,8 +71,16 @@ class Links:
         m = len(devices)
         if m == 1 or not nbytes:
             return 0.0
-        port = self.port((0,), self.level(min(devices), max(devices)))
+        port = self.ring(self.level(min(devices), max(devices)))
         return 2 * (m - 1) * (nbytes / m * port.s_per_byte + port.s_per_message)
+
+    def ring(self, level: int) -> Port:
+        """Return the price of what one member of a ring allreduce sends, for a ring up to a level."""
+        links = self.cluster.levels[: level + 1]
+        return Port(
+            max(1.0 / (link.bandwidth_bytes_per_s * link.allreduce_efficiency) for link in links),
+            max(link.latency_s for link in links),
+        )
 
     def ring_bytes(self, devices: Sequence[int], nbytes: float) -> list[float]:
         """Return the bytes that one allreduce moves over each level, inner to outer."""

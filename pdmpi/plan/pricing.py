@@ -224,7 +224,7 @@ class Pricer:
         if m > 1:
             last = problem.device_of[(problem.copies - 1) * problem.positions + first + count - 1]
             level = problem.cluster.level_between(problem.device_of[first], last)
-            port = problem.links.port((0,), level)
+            port = problem.links.ring(level)
             steps = 2 * (m - 1)
             ring = steps / m * port.s_per_byte / (q * m)
             hidden = (forwards - 1.0, 1.0)

@@ -15,7 +15,7 @@ __all__ = [
 ]  # fmt: skip
 
 PROFILE_FORMAT = Format(name="pdmpi-profile", version=2, datasets=layout.PROFILE_DATASETS)
-PLAN_FORMAT = Format(name="pdmpi-plan", version=2, datasets=layout.PLAN_DATASETS)
+PLAN_FORMAT = Format(name="pdmpi-plan", version=3, datasets=layout.PLAN_DATASETS)
 
 
 def save_profile(profile: Profile, path: Path, force: bool = False) -> None:

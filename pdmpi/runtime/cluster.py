@@ -19,11 +19,9 @@ from pdmpi.transport.base import Transport
 from pdmpi.transport.links import Link, measure_links
 from pdmpi.transport.share import share
 
-__all__ = ["SUM_BYTES", "measured_cluster", "measured_sum_s"]
+__all__ = ["measured_cluster"]
 
-SUM_BYTES = 16 << 20
-"""What a sum over all ranks is measured with."""
-_SUMS = 3
+_SUM_BYTES, _SUMS = 16 << 20, 3
 _CPU = torch.device("cpu")
 
 _ALONE_S, _TOGETHER_S = 0.5, 2.0
@@ -34,9 +32,10 @@ def measured_cluster(transport: Transport, device: torch.device = _CPU) -> Clust
     """Measure hosts, links and devices, on all ranks together; the same on every rank.
 
     Links inside a host are measured between its first two ranks, links between hosts
-    between their first ranks, from one device's memory to the other's.  The ``relative_speed`` of
-    a core is what is left of its speed when all ranks compute at once: one half, say, for four ranks
-    on two cores.  A GPU is a rank's own, and its speed is one.
+    between their first ranks, from one device's memory to the other's; sums over the ranks of each
+    host, and over all ranks, tell what an allreduce makes of them.  The ``relative_speed`` of a core is
+    what is left of its speed when all ranks compute at once: one half, say, for four ranks on two
+    cores.  A GPU is a rank's own, and its speed is one.
 
     Parameters
     ----------
@@ -57,11 +56,14 @@ def measured_cluster(transport: Transport, device: torch.device = _CPU) -> Clust
     levels, memory = [], "host" if device.type == "cpu" else "cuda"
     if per_host > 1:
         inside = measure_links(transport, [(0, 1)], memory, transport.allocate)
-        levels.append(_level("shared-memory" if device.type == "cpu" else "gpu-links", per_host, inside))
+        hosts_ranks = [list(range(first, first + per_host)) for first in range(0, len(hosts), per_host)]
+        name = "shared-memory" if device.type == "cpu" else "gpu-links"
+        levels.append(_level(name, per_host, inside, _sum_rate(transport, hosts_ranks, device)))
     if num_hosts > 1:
         firsts = [(host * per_host, (host + 1) * per_host) for host in range(num_hosts - 1)]
         between = measure_links(transport, firsts, memory, transport.allocate)
-        levels.append(_level("network", num_hosts, between, shared=per_host > 1))
+        rate = _sum_rate(transport, [list(range(len(hosts)))], device)
+        levels.append(_level("network", num_hosts, between, rate, shared=per_host > 1))
     found = _card(device) if device.type == "cuda" else _share_of_host(transport, per_host)
     parts = share(transport, asdict(found))
     names = sorted({part["name"] for part in parts})
@@ -79,11 +81,15 @@ def measured_cluster(transport: Transport, device: torch.device = _CPU) -> Clust
     )
 
 
-def measured_sum_s(transport: Transport, device: torch.device = _CPU) -> float:
-    """Return the median seconds of a sum of `SUM_BYTES` over all ranks, on all ranks together."""
-    ranks = list(range(transport.size))
-    transport.prepare([ranks], ["float32"])
-    bound = transport.bind_allreduce(transport.allocate(SUM_BYTES), "float32", ranks)
+def _sum_rate(transport: Transport, groups: list[list[int]], device: torch.device) -> float:
+    """Return the bytes a second that each rank sends while groups of equal size sum, all at once.
+
+    Of a ring allreduce over m ranks a rank sends 2 (m - 1) / m of the bytes, whatever the library
+    does (nccl-tests call it the bus bandwidth).
+    """
+    transport.prepare(groups, ["float32"])
+    ranks = next(group for group in groups if transport.rank in group)
+    bound = transport.bind_allreduce(transport.allocate(_SUM_BYTES), "float32", ranks)
 
     def once() -> None:
         bound.post().wait()
@@ -97,7 +103,8 @@ def measured_sum_s(transport: Transport, device: torch.device = _CPU) -> float:
         began = time.perf_counter()
         once()
         seconds.append(time.perf_counter() - began)
-    return float(max(share(transport, statistics.median(seconds))))
+    sent_bytes = 2 * (len(ranks) - 1) / len(ranks) * _SUM_BYTES
+    return sent_bytes / float(max(share(transport, statistics.median(seconds))))
 
 
 def _card(device: torch.device) -> Device:
@@ -127,14 +134,16 @@ def _ranks_per_host(hosts: Sequence[str]) -> int:
     return per_host
 
 
-def _level(name: str, count: int, links: Sequence[Link], shared: bool = False) -> Level:
-    """Return the level of the slowest of these links."""
+def _level(name: str, count: int, links: Sequence[Link], sum_rate: float, shared: bool = False) -> Level:
+    """Return the level of the slowest of these links, on which sums have this rate."""
+    bandwidth = min(link.bandwidth_bytes_per_s for link in links)
     return Level(
         name=name,
         count=count,
-        bandwidth_bytes_per_s=min(link.bandwidth_bytes_per_s for link in links),
+        bandwidth_bytes_per_s=bandwidth,
         latency_s=max(link.latency_s for link in links),
         shared=shared,
+        allreduce_efficiency=float(f"{sum_rate / bandwidth:.3g}"),
     )
 
 

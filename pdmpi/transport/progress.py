@@ -20,8 +20,9 @@ MEETING_PATIENCE = 10
 _MIN_SLEEP_S = 20e-6
 _ASIDE_SLEEP_S = 500e-6
 _ASIDE_FACTOR = 4
-"""The second thread looks half a millisecond after a start, then less and less often, down to once in so
-many longest sleeps of a wait: each look takes the interpreter from the first thread."""
+"""The second thread looks half a millisecond after a start, or a wait's longest sleep after it if its last
+look found something to do; then less and less often, down to once in so many longest sleeps of a wait.
+Each look takes the interpreter from the first thread."""
 _BACKOFF = 0.02
 """A wait sleeps for this part of the time that it has waited: a message over TCP takes hundreds of steps."""
 _MOVING_S = 10e-6
@@ -65,8 +66,7 @@ class Progress:
         self._waiting = False
         self._ended = poke is None
         self._failure: PdmpiError | None = None
-        self._first_sleep_s = min(_ASIDE_SLEEP_S, max_sleep_s)
-        self._sleep_s = self._first_sleep_s
+        self._first_sleep_s = self._sleep_s = min(_ASIDE_SLEEP_S, max_sleep_s)
         self._thread = threading.Thread(target=self._run, name="transport progress", daemon=True)
         self._thread.start()
 
@@ -139,16 +139,20 @@ class Progress:
 
     def _move(self) -> None:
         self._on_thread()
+        shortest_s = sleep_s = self._first_sleep_s
         while not self._ended:
             if self._outstanding == 0:
                 self._wanted.clear()
                 if self._outstanding == 0 and not self._ended:
                     self._wanted.wait()
+                sleep_s = self._sleep_s
+            time.sleep(sleep_s)
             sleep_s = self._sleep_s
             self._sleep_s = min(2 * sleep_s, _ASIDE_FACTOR * self._max_sleep_s)
-            if not self._waiting and self._poke is not None:
+            is_needed = self._outstanding > 0 and not self._waiting
+            self._first_sleep_s = shortest_s if is_needed else min(2 * self._first_sleep_s, _ASIDE_SLEEP_S)
+            if is_needed and self._poke is not None:
                 begin = time.thread_time()
                 self._poke()
                 if time.thread_time() - begin > _MOVING_S:
                     sleep_s = self._sleep_s = _MIN_SLEEP_S
-            time.sleep(sleep_s)

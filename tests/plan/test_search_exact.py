@@ -78,6 +78,7 @@ def clusters(draw, levels: int, limited: bool) -> Cluster:
             bandwidth_bytes_per_s=draw(st.sampled_from([1e7, 1e8, 1e9])),
             latency_s=draw(st.sampled_from([0.0, 1e-4])),
             shared=draw(st.booleans()),
+            allreduce_efficiency=draw(st.sampled_from([1.0, 0.5, 2.0])),
         )
         for i, count in enumerate(counts)
     )

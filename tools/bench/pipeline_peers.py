@@ -98,7 +98,7 @@ def parallel(row: Row, device: torch.device) -> Any:
     """Return a step of DistributedDataParallel, or of one GPU alone."""
     model = whole(row).to(device, torch.bfloat16)
     ranks = dist.get_world_size()
-    wrapped = model
+    wrapped = torch.compile(model, mode="reduce-overhead") if row.compiled else model
     if ranks > 1:
         wrapped = DistributedDataParallel(model, [device.index], gradient_as_bucket_view=True)
     loss = load_factory(config_of(row, 1).loss.factory)()

@@ -27,8 +27,12 @@ class Row:
         ``auto`` and an empty shape for the planner's choice.
     graphs
         Whether pdmpi uses CUDA graphs.
-    recompute, depth
-        Of pdmpi, and blocks of the GPT.
+    compiled
+        Whether torch's compiler makes the kernels (``[runtime] compile``, or ``torch.compile`` of the peer).
+    recompute
+        Of pdmpi.
+    depth, dropout
+        Blocks of the GPT, and what they drop.
     """
 
     system: str
@@ -38,8 +42,10 @@ class Row:
     shape: tuple[int, ...] = ()
     microbatches: int = 1
     graphs: bool = True
+    compiled: bool = False
     recompute: str = "never"
     depth: int = 24
+    dropout: float = 0.0
 
     @property
     def num_ranks(self) -> int:
@@ -50,6 +56,8 @@ class Row:
         shape = "-".join(map(str, self.shape)) or "planner's shape"
         parts = f", {self.microbatches} microbatches" if self.microbatches > 1 else ""
         mode = "" if self.graphs or self.system != "pdmpi" else ", no graphs"
+        mode += ", compiled" if self.compiled else ""
+        mode += f", dropout {self.dropout}" if self.dropout else ""
         again = "" if self.recompute == "never" else ", recomputing"
         return f"{self.schedule} {shape}{parts}{mode}{again}"
 
@@ -77,7 +85,13 @@ def rows_of(model: str, ranks: int) -> Iterator[Row]:
         if model == "gpt":
             yield from both("1f1b", "1F1B", at, 8)
             yield from both("gpipe", "GPipe", at, 8)
-    if model != "gpt" or ranks == 1:
+    if model == "gpt" and ranks == 1:
+        for at in bases:
+            for way in ({"compiled": True}, {"dropout": 0.1}):
+                yield Row(system="pdmpi", schedule="pipedream", shape=(1,), **way, **at)
+                yield Row(system="torch", schedule="one GPU", shape=(1,), **way, **at)
+        return
+    if model != "gpt":
         return
     for at in bases:
         yield Row(system="pdmpi", schedule="pipedream", shape=straight, graphs=False, **at)
@@ -95,7 +109,8 @@ def rows_of(model: str, ranks: int) -> Iterator[Row]:
 def config_of(row: Row, minibatches: int) -> RunConfig:
     """Return the configuration of a run; its epoch is so many minibatches."""
     if row.model == "gpt":
-        model = {"factory": "gpt_model:gpt", "args": {"depth": row.depth}, "leaves": ["*"]}
+        arguments = {"depth": row.depth, "dropout": row.dropout}
+        model = {"factory": "gpt_model:gpt", "args": arguments, "leaves": ["*"]}
         data = {"factory": "gpt_model:words"}
     else:
         name = {"vgg16": "vgg:vgg16", "resnet50": "resnet:resnet50"}[row.model]
@@ -112,6 +127,6 @@ def config_of(row: Row, minibatches: int) -> RunConfig:
             "extra_in_flight": "auto",
         },
         "train": {"minibatch_size": minibatch, "epochs": 1, "evaluate_every": 0, "dtype": "bfloat16"},
-        "runtime": {"cuda_graphs": "auto" if row.graphs else False},
+        "runtime": {"cuda_graphs": "auto" if row.graphs else False, "compile": row.compiled},
         "checkpoint": {"enabled": False, "every_minibatches": minibatches},
     })  # fmt: skip
