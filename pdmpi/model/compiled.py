@@ -42,13 +42,25 @@ def compiled(steps: Steps) -> Steps:
     found: list[Step] = []
     for stays, grouped in itertools.groupby(steps.steps, _stays):
         run = tuple(grouped)
-        found += run if stays else [_one_call(run, steps.num_registers)]
+        found += run if stays else [_one_call(tuple(map(_inlined, run)), steps.num_registers)]
     return replace(steps, steps=tuple(found))
 
 
 def _stays(step: Step) -> bool:
     parts = step.call.modules() if isinstance(step.call, nn.Module) else ()
     return step.key is not None or any(isinstance(part, nn.RNNBase) for part in parts)
+
+
+def _inlined(step: Step) -> Step:
+    """Return the step with a plain function, since torch 2.11 takes no method of a tensor from an object."""
+    called = step.call
+    if isinstance(called, nn.Module):
+        return step
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return called(*args, **kwargs)
+
+    return replace(step, call=call)
 
 
 def _one_call(run: tuple[Step, ...], num_registers: int) -> Step:

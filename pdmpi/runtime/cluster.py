@@ -24,7 +24,7 @@ __all__ = ["measured_cluster"]
 _SUM_BYTES, _SUMS = 16 << 20, 3
 _CPU = torch.device("cpu")
 
-_ALONE_S, _TOGETHER_S = 0.5, 2.0
+_ALONE_S, _TOGETHER_S, _WINDOWS = 0.5, 2.0, 5
 _BATCH, _CHANNELS, _WIDTH, _BLOCKS = 32, 16, 16, 4
 
 
@@ -150,15 +150,16 @@ def _level(name: str, count: int, links: Sequence[Link], sum_rate: float, shared
 def _relative_speed(transport: Transport) -> float:
     """Return this rank's steps a second while all compute, over the first rank's speed alone.
 
-    Alone the median step counts, as in a profile; together every second counts, those too in
-    which the host gave the time to others.
+    Alone the median step counts, as in a profile; together every second of a window counts, those too in
+    which the host gave the time to others, and of the windows the median, which one disturbance leaves alone.
     """
     with torch_threads(1):
         step = _training_step()
         alone = statistics.median(_seconds(step, _ALONE_S)) if transport.rank == 0 else 0.0
         alone = float(share(transport, alone)[0])
         transport.barrier()
-        return alone / statistics.fmean(_seconds(step, _TOGETHER_S))
+        windows = [statistics.fmean(_seconds(step, _TOGETHER_S / _WINDOWS)) for _ in range(_WINDOWS)]
+        return alone / statistics.median(windows)
 
 
 def _training_step() -> Callable[[], None]:
