@@ -58,8 +58,8 @@ def command(output: Path | None, force: bool, device: str, as_json: bool) -> Non
     if transport.rank == 0:
         if output is not None:
             _write(output, cluster)
-        shown = [_levels(cluster), _devices(cluster, output), *notes]
-        emit({**asdict(cluster), "notes": notes}, shown, as_json)
+        data = {**asdict(cluster), "notes": notes}
+        emit(data, [_levels(cluster), _devices(cluster, output), *notes], as_json)
     transport.close()
 
 

@@ -48,6 +48,7 @@ def command(
         raise InputError(f"{str(output)!r} exists; pass --force to overwrite it")
     import torch
 
+    from pdmpi.model.heap import keep_freed_memory
     from pdmpi.model.no_compiler import without_compiler
     from pdmpi.runtime.profiling import profile_run
 
@@ -59,6 +60,8 @@ def command(
         raise InputError(f"--device = {device!r} is no device of torch; try cpu or cuda") from error
     if place.type == "cuda" and not torch.cuda.is_available():
         raise InputError(f"--device = {device!r}, but torch sees no CUDA device; try --device cpu")
+    if place.type == "cpu":
+        keep_freed_memory()
     with without_compiler(), Progress("profile") as progress:
         profile = profile_run(
             run,

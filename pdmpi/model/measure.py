@@ -57,7 +57,7 @@ class UpdateCosts:
 
 def profile_model(
     config: RunConfig,
-    update_costs: Callable[[RunConfig, Clock, torch.device], UpdateCosts],
+    update_costs: Callable[[RunConfig, Clock, torch.device, int], UpdateCosts],
     *,
     device: torch.device | str = "cpu",
     repeats: int = 20,
@@ -73,7 +73,7 @@ def profile_model(
     config
         The run; its microbatch is what is measured, with its number of threads.
     update_costs
-        Measures an update; the runtime's part, since it makes them.
+        Measures an update of parameters of so many bytes; the runtime's part, since it makes them.
     device
         Where to measure.
     repeats
@@ -130,11 +130,12 @@ def profile_model(
                 tell(done, len(layers), chunk[-1].name)
         facts = {CUDA_GRAPHS: "yes" if graphed else "no"} if clock.on_cuda else {}
         overhead = _overhead(clock, place)
-        update = update_costs(config, clock, place)
-    owned = _OwnedBytes(traced)
+        owned = _OwnedBytes(traced)
+        costs = tuple(_cost(layer, samples.get(layer.name), owned, overhead) for layer in traced.graph.layers)
+        update = update_costs(config, clock, place, sum(cost.parameter_bytes for cost in costs))
     return Profile(
         graph=traced.graph,
-        costs=tuple(_cost(layer, samples.get(layer.name), owned, overhead) for layer in traced.graph.layers),
+        costs=costs,
         microbatch_size=microbatch_size(config),
         optimizer_state_factor=update.state_factor,
         update_s_per_byte=update.update_s,

@@ -10,6 +10,7 @@ import torch
 
 from pdmpi.config.run import CollectivesConfig, RunConfig, TransportConfig
 from pdmpi.errors import InputError
+from pdmpi.model.heap import keep_freed_memory
 from pdmpi.transport.device import choose_device, load_ucx
 
 if TYPE_CHECKING:  # importing it starts MPI
@@ -69,6 +70,7 @@ def open_on(
             f"[train] device = 'cuda', but {why}; pip install 'pdmpi[cuda13]' (or cuda12), or set 'cpu'"
         )
     if not num_devices:
+        keep_freed_memory()
         load_ucx(only_if_asked=True)
         from pdmpi.transport.mpi import MpiTransport
         from pdmpi.transport.places import refuse_mixed_places

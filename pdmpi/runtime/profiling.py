@@ -23,17 +23,20 @@ __all__ = ["profile_run", "update_costs"]
 
 _TENSOR_BYTES = 1 << 22
 _LARGE_TENSORS = 64
-"""Tensors of that size on a GPU, whose kernels would otherwise take no time beside their launch."""
+"""Tensors of that size at most; on a GPU always, where launches would otherwise be all that takes time."""
 _REPEATS = 5
 
 
-def update_costs(config: RunConfig, clock: Clock, device: torch.device) -> UpdateCosts:
+def update_costs(config: RunConfig, clock: Clock, device: torch.device, parameter_bytes: int) -> UpdateCosts:
     """Measure updates like those of a run: clipped or not, in CUDA graphs where the run's would be.
 
-    Off a GPU the layers' own backwards add to gradients, so that takes no time more.
+    Off a GPU as many parameters are stepped as the model has, up to `_LARGE_TENSORS`, since what outgrows the
+    caches takes several times as long; and the layers' own backwards add to gradients, so that takes
+    no time more.
     """
     dtype = dtype_of(config)
-    tensors, width = (_LARGE_TENSORS, 4096) if clock.on_cuda else (1, 512)
+    count = max(1, min(parameter_bytes // _TENSOR_BYTES, _LARGE_TENSORS))
+    tensors, width = (_LARGE_TENSORS, 4096) if clock.on_cuda else (count, 512)
     rows = _TENSOR_BYTES // (width * torch.empty(0, dtype=dtype).element_size())
     weights = [torch.randn(rows, width, device=device).to(dtype) for _ in range(tensors)]
     gradients, sums = ([torch.randn_like(weight) for weight in weights] for _ in range(2))

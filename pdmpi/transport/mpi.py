@@ -34,6 +34,9 @@ __all__ = ["MAX_MESSAGE_BYTES", "MpiTransport", "Sum", "Transfer", "concurrent",
 MAX_MESSAGE_BYTES = 1 << 30
 """Longer messages are sent in parts of this length: counts of 2^31 and more fail."""
 
+_SUM_PART_BYTES = 4 << 20
+"""Parts of a sum: one is added up in the caches while others travel (64 MiB over TCP: 0.6 of the time)."""
+
 _NUM_STREAMS = 2
 _HEADER_TAG, _DATA_TAG = 0, 1
 _NOBODY_TAG, _LIFE_TAG = 0, 1
@@ -115,7 +118,8 @@ class Sum(Operation):
         values = np.empty(buffer.nbytes // 2, np.float32) if wide else summed_view(buffer, dtype)
         self._wide: NDArray[Any] | None = values if wide else None
         mpi_type = _MPI_TYPES[SUM_DTYPES[dtype]]
-        self._specs = [[part, mpi_type] for part in _parts(values, owner.max_message_bytes)]
+        part_bytes = min(owner.max_message_bytes, _SUM_PART_BYTES)
+        self._specs = [[part, mpi_type] for part in _parts(values, part_bytes)]
         self._requests: list[MPI.Request] = []
 
     def _start(self) -> None:

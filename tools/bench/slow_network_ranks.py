@@ -41,6 +41,7 @@ from pdmpi.plan.profile import Profile
 from pdmpi.plan.store import plan_from_bytes, plan_to_bytes
 from pdmpi.runtime.cluster import measured_cluster
 from pdmpi.runtime.evaluation import Score
+from pdmpi.runtime.place import open_on
 from pdmpi.runtime.profiling import profile_run
 from pdmpi.runtime.report import SegmentReport
 from pdmpi.runtime.setup import load_datasets, trace_run
@@ -243,6 +244,20 @@ class Bench:
         """Return on every rank what rank 0 makes."""
         return self.transport.broadcast(make() if self.transport.rank == 0 else b"")
 
+    def profiles(self) -> dict[str, Profile]:
+        """Return what whole minibatches and microbatches cost now, by how many there are of them."""
+        found: dict[str, Profile] = {}
+        for parts in (1, self.case["microbatches"]):
+            schedule = "pipedream" if parts == 1 else "1f1b"
+
+            def packed(schedule: str = schedule, parts: int = parts) -> bytes:
+                profile = profile_run(config_of(self.case, schedule, 2), repeats=self.case["profile_repeats"])
+                choice = ScheduleChoice(name=schedule, microbatches=parts)
+                return plan_to_bytes(partition(profile, alone(), choice, shape=(1,)))
+
+            found[str(parts)] = plan_from_bytes(self.shared(packed)).profile
+        return found
+
     def plans(self, profiles: Mapping[str, Profile], cluster: Cluster) -> dict[str, Plan]:
         """Return our plans, and ``"chosen"``: the planner's own."""
         found: dict[str, Plan] = {}
@@ -302,8 +317,9 @@ class Bench:
         return samples / simulate(program_of(plan, minibatches), costs_of(plan)).duration_s
 
 
-def measured_at(bench: Bench, profiles: Mapping[str, Profile], rate: str, repeats: int) -> dict[str, Any]:
+def measured_at(bench: Bench, rate: str, repeats: int) -> dict[str, Any]:
     """Return the figures of all contestants at one rate; complete on rank 0."""
+    profiles = bench.profiles()
     cluster = measured_cluster(bench.transport)
     plans = bench.plans(profiles, cluster)
     contestants = bench.contestants(plans)
@@ -354,27 +370,16 @@ def measured_at(bench: Bench, profiles: Mapping[str, Profile], rate: str, repeat
 def main() -> None:
     torch.set_num_threads(1)
     case = json.loads(Path(sys.argv[1]).read_text())
-    transport = MpiTransport(900.0)
+    transport, _, _ = open_on("cpu", 900.0)
     first = transport.broadcast(socket.gethostname().encode()).decode()
     os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
     dist.init_process_group("gloo", f"tcp://{first}:{PORT}", rank=transport.rank, world_size=RANKS)
     bench = Bench(case, transport)
-    profiles: dict[str, Profile] = {}
-    for parts in (1, case["microbatches"]):
-        schedule = "pipedream" if parts == 1 else "1f1b"
-
-        def packed(schedule: str = schedule, parts: int = parts) -> bytes:
-            config = config_of(case, schedule, 2)
-            profile = profile_run(config, repeats=case["profile_repeats"])
-            choice = ScheduleChoice(name=schedule, microbatches=parts)
-            return plan_to_bytes(partition(profile, alone(), choice, shape=(1,)))
-
-        profiles[str(parts)] = plan_from_bytes(bench.shared(packed)).profile
     for index, rate in enumerate(case["rates"]):
         bench.shared(lambda rate=rate: set_rate(case, rate))
         if index == 0:
-            measured_at(bench, profiles, "warm-up", 1)
-        row = measured_at(bench, profiles, rate, case["repeats"])
+            measured_at(bench, "warm-up", 1)
+        row = measured_at(bench, rate, case["repeats"])
         if transport.rank == 0:
             with Path(case["output"]).open("a") as file:
                 file.write(json.dumps({"model": case["name"], **row}) + "\n")
