@@ -26,8 +26,8 @@ class Level:
         Whether all devices of one inner member share its one link to this level (a node's
         network card), rather than having one each.
     allreduce_efficiency
-        Part of the bandwidth that a ring allreduce up to this level reaches; above 1 where a library
-        makes more of a link than one message does.
+        Part of the bandwidth that a ring allreduce over all devices up to this level reaches; above 1
+        where a library makes more of a link than one message does.
     """
 
     name: str

@@ -84,7 +84,7 @@ class _LevelTable(_Table):
     shared: bool = False
     """Whether all devices of one inner member share its one link to this level."""
     allreduce_efficiency: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
-    """Part of the bandwidth that a ring allreduce reaches."""
+    """Part of the bandwidth that a ring allreduce reaches; it may be more than one message's, and above 1."""
 
 
 class _DeviceTable(_Table):

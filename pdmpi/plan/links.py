@@ -66,7 +66,8 @@ class Links:
         """Return the seconds of a ring allreduce over the slowest link that the devices span.
 
         Each of m devices sends 2 (m - 1) / m of the bytes in 2 (m - 1) steps (Patarasuk and
-        Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009).
+        Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009), at the
+        part of a link's bandwidth that an allreduce reaches.
         """
         m = len(devices)
         if m == 1 or not nbytes:

@@ -4,7 +4,7 @@ For one microbatch on one replica of a stage, with F and B its seconds of forwar
 backward (recomputation adds another F to B), U of its optimizer step, m replicas, q
 microbatches a replica between two updates (1 for PipeDream), and A the seconds of the ring
 allreduce of its gradients over the slowest link that the replicas span,
-2 (m - 1) (bytes / m / bandwidth + latency) (Patarasuk and Yuan, 2009):
+2 (m - 1) (bytes / m / (bandwidth * efficiency) + latency) (Patarasuk and Yuan, 2009):
 
     work     = F + B + U / q                      the device is busy
     sync     = F + B + (A - B + U) / q            the allreduce ends after the backward

@@ -22,6 +22,7 @@ from pdmpi.transport.share import share
 __all__ = ["measured_cluster"]
 
 _SUM_BYTES, _SUMS = 16 << 20, 3
+"""Size and number of the sums that tell what an allreduce makes of a link."""
 _CPU = torch.device("cpu")
 
 _ALONE_S, _TOGETHER_S, _WINDOWS = 0.5, 2.0, 5
@@ -58,11 +59,14 @@ def measured_cluster(transport: Transport, device: torch.device = _CPU) -> Clust
         inside = measure_links(transport, [(0, 1)], memory, transport.allocate)
         hosts_ranks = [list(range(first, first + per_host)) for first in range(0, len(hosts), per_host)]
         name = "shared-memory" if device.type == "cpu" else "gpu-links"
-        levels.append(_level(name, per_host, inside, _sum_rate(transport, hosts_ranks, device)))
+        rate = _sum_rate(_sum_s(transport, hosts_ranks, device), per_host, _latency_s(inside))
+        levels.append(_level(name, per_host, inside, rate))
     if num_hosts > 1:
         firsts = [(host * per_host, (host + 1) * per_host) for host in range(num_hosts - 1)]
         between = measure_links(transport, firsts, memory, transport.allocate)
-        rate = _sum_rate(transport, [list(range(len(hosts)))], device)
+        latency_s = max([_latency_s(between), *(level.latency_s for level in levels)])
+        everyone = [list(range(len(hosts)))]
+        rate = _sum_rate(_sum_s(transport, everyone, device), len(hosts), latency_s)
         levels.append(_level("network", num_hosts, between, rate, shared=per_host > 1))
     found = _card(device) if device.type == "cuda" else _share_of_host(transport, per_host)
     parts = share(transport, asdict(found))
@@ -81,12 +85,19 @@ def measured_cluster(transport: Transport, device: torch.device = _CPU) -> Clust
     )
 
 
-def _sum_rate(transport: Transport, groups: list[list[int]], device: torch.device) -> float:
-    """Return the bytes a second that each rank sends while groups of equal size sum, all at once.
+def _sum_rate(sum_s: float, num_ranks: int, latency_s: float) -> float:
+    """Return the bytes a second that each rank sends while `_SUM_BYTES` are summed.
 
     Of a ring allreduce over m ranks a rank sends 2 (m - 1) / m of the bytes, whatever the library
-    does (nccl-tests call it the bus bandwidth).
+    does (nccl-tests call it the bus bandwidth).  The latencies of its 2 (m - 1) steps, which are
+    priced beside the rate, are taken off the time, up to half of it.
     """
+    steps = 2 * (num_ranks - 1)
+    return steps / num_ranks * _SUM_BYTES / max(sum_s - steps * latency_s, sum_s / 2)
+
+
+def _sum_s(transport: Transport, groups: list[list[int]], device: torch.device) -> float:
+    """Return the median seconds, on the slowest rank, in which groups sum, all at once."""
     transport.prepare(groups, ["float32"])
     ranks = next(group for group in groups if transport.rank in group)
     bound = transport.bind_allreduce(transport.allocate(_SUM_BYTES), "float32", ranks)
@@ -103,8 +114,7 @@ def _sum_rate(transport: Transport, groups: list[list[int]], device: torch.devic
         began = time.perf_counter()
         once()
         seconds.append(time.perf_counter() - began)
-    sent_bytes = 2 * (len(ranks) - 1) / len(ranks) * _SUM_BYTES
-    return sent_bytes / float(max(share(transport, statistics.median(seconds))))
+    return float(max(share(transport, statistics.median(seconds))))
 
 
 def _card(device: torch.device) -> Device:
@@ -141,10 +151,14 @@ def _level(name: str, count: int, links: Sequence[Link], sum_rate: float, shared
         name=name,
         count=count,
         bandwidth_bytes_per_s=bandwidth,
-        latency_s=max(link.latency_s for link in links),
+        latency_s=_latency_s(links),
         shared=shared,
         allreduce_efficiency=float(f"{sum_rate / bandwidth:.3g}"),
     )
+
+
+def _latency_s(links: Sequence[Link]) -> float:
+    return max(link.latency_s for link in links)
 
 
 def _relative_speed(transport: Transport) -> float:

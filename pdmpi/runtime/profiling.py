@@ -30,16 +30,17 @@ _REPEATS = 5
 def update_costs(config: RunConfig, clock: Clock, device: torch.device, parameter_bytes: int) -> UpdateCosts:
     """Measure updates like those of a run: clipped or not, in CUDA graphs where the run's would be.
 
-    Off a GPU as many parameters are stepped as the model has, up to `_LARGE_TENSORS`, since what outgrows the
-    caches takes several times as long; and the layers' own backwards add to gradients, so that takes
-    no time more.
+    Off a GPU as many parameters are stepped as the whole model has, up to `_LARGE_TENSORS`, since what
+    outgrows the caches takes several times as long; and the layers' own backwards add to gradients, so
+    that takes no time more.
     """
     dtype = dtype_of(config)
     count = max(1, min(parameter_bytes // _TENSOR_BYTES, _LARGE_TENSORS))
     tensors, width = (_LARGE_TENSORS, 4096) if clock.on_cuda else (count, 512)
     rows = _TENSOR_BYTES // (width * torch.empty(0, dtype=dtype).element_size())
     weights = [torch.randn(rows, width, device=device).to(dtype) for _ in range(tensors)]
-    gradients, sums = ([torch.randn_like(weight) for weight in weights] for _ in range(2))
+    gradients = [torch.randn_like(weight) for weight in weights]
+    sums = [torch.zeros_like(weight) for weight in weights if clock.on_cuda]
     limit = limit_of(config)
     ring = WeightRing(
         {str(i): nn.Parameter(weight) for i, weight in enumerate(weights)},

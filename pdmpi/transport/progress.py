@@ -20,9 +20,10 @@ MEETING_PATIENCE = 10
 _MIN_SLEEP_S = 20e-6
 _ASIDE_SLEEP_S = 500e-6
 _ASIDE_FACTOR = 4
-"""The second thread looks half a millisecond after a start, or a wait's longest sleep after it if its last
-look found something to do; then less and less often, down to once in so many longest sleeps of a wait.
-Each look takes the interpreter from the first thread."""
+"""The second thread looks a wait's longest sleep after a start, half a millisecond at most, if at its last
+look a request was on its way and nobody waited; the longer it has found otherwise, the later, up to half a
+millisecond.  Further looks are rarer and rarer, down to once in so many longest sleeps of a wait.  Each
+takes the interpreter from the first thread."""
 _BACKOFF = 0.02
 """A wait sleeps for this part of the time that it has waited: a message over TCP takes hundreds of steps."""
 _MOVING_S = 10e-6

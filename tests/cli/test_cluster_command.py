@@ -13,6 +13,7 @@ from pdmpi.errors import InputError
 from pdmpi.plan.cluster import Cluster, Device, Level
 from pdmpi.plan.cluster_file import load_cluster, parse_cluster
 from pdmpi.plan.cluster_text import cluster_to_text
+from pdmpi.plan.links import Links
 from pdmpi.runtime import cluster as measuring
 from pdmpi.runtime.cluster import measured_cluster
 from pdmpi.transport.local import LocalTransport, LocalWorld
@@ -67,6 +68,15 @@ def test_two_hosts_of_two_ranks_are_two_levels(monkeypatch: pytest.MonkeyPatch) 
     assert clusters[0].devices_per_node == 2
     assert 0 < clusters[0].device(0).relative_speed <= 1
     assert all(level.bandwidth_bytes_per_s > 0 for level in clusters[0].levels)
+
+
+def test_a_sum_is_priced_as_it_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Latencies, which are priced too, are not counted twice."""
+    monkeypatch.setattr(measuring, "_sum_s", lambda transport, groups, device: 0.25 * len(groups[0]))
+    cluster = on_hosts(monkeypatch, ["a", "a", "b", "b"])[0]
+    links = Links(cluster)
+    assert links.allreduce_s([0, 1], measuring._SUM_BYTES) == pytest.approx(0.5, rel=1e-2)
+    assert links.allreduce_s([0, 1, 2, 3], measuring._SUM_BYTES) == pytest.approx(1.0, rel=1e-2)
 
 
 @pytest.mark.parametrize(

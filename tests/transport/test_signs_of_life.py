@@ -80,3 +80,21 @@ def test_a_failure_of_the_thread_that_moves_messages_reaches_who_waits() -> None
     assert poked.wait(120)
     with pytest.raises(PdmpiError, match="the thread that moves messages failed: OSError: link"):
         progress.wait(lambda: False, lambda: PdmpiError("stalled"))
+
+
+def test_the_thread_that_moves_messages_looks_while_nobody_waits() -> None:
+    """Also after it has found nothing to do for long."""
+    looked = threading.Event()
+    progress = Progress(looked.set, 120.0, max_sleep_s=50e-6)
+    progress.started()
+    assert looked.wait(120)
+
+    def left_alone() -> bool:
+        """Return whether a while goes by without a look; one may be on its way when a wait begins."""
+        looked.clear()
+        return not looked.wait(0.05)
+
+    progress.wait(left_alone, lambda: PdmpiError("it looks while another waits"))
+    progress.started()
+    assert looked.wait(120)
+    progress.end()

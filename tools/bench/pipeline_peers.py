@@ -98,9 +98,11 @@ def parallel(row: Row, device: torch.device) -> Any:
     """Return a step of DistributedDataParallel, or of one GPU alone."""
     model = whole(row).to(device, torch.bfloat16)
     ranks = dist.get_world_size()
-    wrapped = torch.compile(model, mode="reduce-overhead") if row.compiled else model
+    wrapped: nn.Module = model
     if ranks > 1:
         wrapped = DistributedDataParallel(model, [device.index], gradient_as_bucket_view=True)
+    if row.compiled:
+        wrapped = torch.compile(wrapped, mode="reduce-overhead")
     loss = load_factory(config_of(row, 1).loss.factory)()
     optimizer = optimizer_of([model])
     source, target = batch_of(row)

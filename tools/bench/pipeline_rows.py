@@ -86,8 +86,11 @@ def rows_of(model: str, ranks: int) -> Iterator[Row]:
             yield from both("1f1b", "1F1B", at, 8)
             yield from both("gpipe", "GPipe", at, 8)
     if ranks == 1:
+        ways: list[dict[str, Any]] = [{"compiled": True}]
+        if model == "gpt":
+            ways.append({"dropout": 0.1})
         for at in bases:
-            for way in ({"compiled": True}, {"dropout": 0.1})[: 2 if model == "gpt" else 1]:
+            for way in ways:
                 yield Row(system="pdmpi", schedule="pipedream", shape=(1,), **way, **at)
                 yield Row(system="torch", schedule="one GPU", shape=(1,), **way, **at)
         return
