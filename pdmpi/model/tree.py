@@ -11,7 +11,8 @@ from torch.utils import _pytree as pytree
 
 __all__ = ["map_tree", "tensors_of", "tree_leaves"]
 
-_ATOMS = frozenset({Tensor, nn.Parameter, int, float, str, bool, type(None), torch.dtype, torch.device})
+_ATOMS = (Tensor, nn.Parameter, int, float, str, bool, type(None), torch.dtype, torch.device)
+"""A tuple, since torch 2.6's compiler looks into no frozen set."""
 
 
 def map_tree(function: Callable[[Any], Any], tree: Any) -> Any:
