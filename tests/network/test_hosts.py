@@ -35,7 +35,7 @@ def run(lab: Lab, mpi: str, *arguments: object) -> str:
 
 @each_mpi
 def test_weights_equal_the_oracle(lab: Lab, mpi: str) -> None:
-    cases = [["conv", "pipedream", 1, [1, 1], 12], ["conv", "data-parallel", 1, [2], 12]]
+    cases = [["conv", "pipedream", 1, [1, 1], 12, {}], ["conv", "data-parallel", 1, [2], 12, {}]]
     printed = run(lab, mpi, REPOSITORY / "tests" / "runtime" / "mpi_oracle.py", json.dumps(cases), "cpu")
     assert printed.count("equal") == len(cases)
 
