@@ -195,15 +195,34 @@ class Theirs:
         module = build_stage(traced, stages[rank], last=rank == 1)
         takes, gives = ([inputs, crossing], [crossing, list(graph.outputs)])
         self._part = Part(module, takes[rank], gives[rank])
-        self._stage = PipelineStage(self._part, rank, RANKS, torch.device("cpu"))
+        self._batches = batches_of(case, minibatches, 0)
+        taken, given = self._examples(case["microbatches"])
+        self._stage = PipelineStage(self._part, rank, RANKS, torch.device("cpu"), taken, given)
         loss = load_factory(case["loss"]["factory"])(**case["loss"].get("args", {}))
         self._schedule = Schedule1F1B(
             self._stage, case["microbatches"],
             loss_fn=lambda output, target: loss(traced.unflatten(as_values(graph.outputs, output)), target),
         )  # fmt: skip
         self._optimizer = optimizer_of(self._part)
-        self._batches = batches_of(case, minibatches, 0)
         self.samples = case["rows"] * minibatches
+
+    def _examples(self, microbatches: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Return what the stage takes and gives; torch would find out with numbers that are no tokens."""
+        crossing: list[Any] = [None]
+        if dist.get_rank() == 0:
+            taken = tuple(tensor.chunk(microbatches)[0] for tensor in self._batches[0][0])
+        else:
+            dist.broadcast_object_list(crossing, 0)
+            taken = tuple(
+                torch.zeros(shape, dtype=dtype, requires_grad=grad) for shape, dtype, grad in crossing[0]
+            )
+        found = self._part(*taken)
+        left = found if isinstance(found, tuple) else (found,)
+        given = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in left)
+        if dist.get_rank() == 0:
+            described = [(tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in given]
+            dist.broadcast_object_list([described], 0)
+        return taken, given
 
     def run_s(self) -> float:
         dist.barrier()
