@@ -9,6 +9,7 @@ import random
 import resource
 import subprocess
 import sys
+from dataclasses import replace
 
 import h5py
 import numpy as np
@@ -40,7 +41,12 @@ _BLOCK = 512
 @pytest.fixture(scope="module")
 def plan():
     choice = ScheduleChoice(recompute="auto", extra_in_flight=1)
-    return with_alternatives(partition(residual_net(), load_cluster(CLUSTERS / "a-4x4.toml"), choice))
+    cluster = load_cluster(CLUSTERS / "a-4x4.toml")
+    levels = tuple(
+        replace(level, allreduce_efficiency=part)
+        for level, part in zip(cluster.levels, (0.7, 1.2), strict=True)
+    )
+    return with_alternatives(partition(residual_net(), replace(cluster, levels=levels), choice))
 
 
 @pytest.fixture(scope="module")

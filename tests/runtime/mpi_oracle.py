@@ -14,10 +14,10 @@ from harness import assert_same, make_plan, run_config, serialise_forwards, trai
 from oracle import replay
 from torch import Tensor
 
-from pdmpi.config.run import RunConfig
+from pdmpi.config.run import RunConfig, TransportConfig
 from pdmpi.model.no_compiler import without_compiler
 from pdmpi.plan.plan import Plan
-from pdmpi.runtime.place import open_transport
+from pdmpi.runtime.place import open_on
 
 
 def on_threads(config: RunConfig, plan: Plan) -> dict[str, Tensor]:
@@ -31,9 +31,7 @@ def main() -> None:
     cases = json.loads(sys.argv[1])
     place, ways = sys.argv[2], sys.argv[3:]
     played = ({"cuda_graphs": False} if "eager" in ways else {}) | {"compile": "compiled" in ways}
-    opening = run_config("conv", device=place)
-    shared = opening.transport.model_copy(update={"share_devices": True})
-    transport, device, _ = open_transport(opening.model_copy(update={"transport": shared}))
+    transport, device, _ = open_on(place, transport=TransportConfig(share_devices=True))
     for model, schedule, microbatches, replicas, minibatches, options in cases:
         config = run_config(model, schedule, microbatches, **options.get("train", {}))
         limited = config.optimizer.model_copy(update={"clip_norm": options.get("clip_norm")})
