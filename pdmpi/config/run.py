@@ -63,6 +63,17 @@ class GroupConfig(_Table):
     """Keyword arguments of the optimizer that differ for them."""
 
 
+class LrSchedulerConfig(_Table):
+    """``[[optimizer.lr_schedulers]]``: what the learning rate does; several take their turns."""
+
+    name: str
+    """Name of the class in ``torch.optim.lr_scheduler``."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments for it."""
+    length: int | None = Field(default=None, ge=1)
+    """Minibatches (or epochs) of its turn; the last one has none and goes on to the end."""
+
+
 class OptimizerConfig(_Table):
     """``[optimizer]``: any of ``torch.optim``."""
 
@@ -74,6 +85,10 @@ class OptimizerConfig(_Table):
     """Parameters with arguments of their own."""
     clip_norm: float | None = Field(default=None, gt=0)
     """Norm that gradients are scaled down to: over all stages where all flush, else over each stage."""
+    lr_schedulers: tuple[LrSchedulerConfig, ...] = Field(default=(), strict=False)
+    """Schedulers of the learning rate, one after the other, each from the rates in ``args``."""
+    lr_interval: Literal["minibatch", "epoch"] = "minibatch"
+    """What they count.  An update goes by the first minibatch (or the epoch) that it averages."""
 
 
 class ScheduleConfig(_Table):

@@ -84,13 +84,18 @@ def parameter_groups(
     Returns
     -------
     list of dict
-        Those groups that are not empty; parameters that nothing matches come first.
+        Those groups that are not empty, with their ``index``; parameters that nothing matches come first, as
+        group 0.
     """
     members: list[list[nn.Parameter]] = [[] for _ in range(len(config.groups) + 1)]
     for name, master in masters.items():
         members[1 + _group_of(config, names[name])].append(master)
     arguments = [{}, *(group.args for group in config.groups)]
-    return [{"params": held, **args} for held, args in zip(members, arguments, strict=True) if held]
+    return [
+        {"params": held, "index": index, **args}
+        for index, (held, args) in enumerate(zip(members, arguments, strict=True))
+        if held
+    ]
 
 
 def _group_of(config: OptimizerConfig, names: Sequence[str]) -> int:

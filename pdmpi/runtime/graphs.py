@@ -112,10 +112,17 @@ class GraphedPlayer(Player):
         self._playing.clear()
         self._last = None
 
-    def begin(self, training: bool, feed: Feed | None, criterion: Criterion | None, first: int = 0) -> None:
+    def begin(
+        self,
+        training: bool,
+        feed: Feed | None,
+        criterion: Criterion | None,
+        first: int = 0,
+        epoch: int = 0,
+    ) -> None:
         """Prepare for a program."""
         watched = partial(self._watched, criterion) if training and criterion else criterion
-        super().begin(training, feed, watched, first)
+        super().begin(training, feed, watched, first, epoch)
 
     def _watched(self, criterion: Criterion, outputs: Mapping[Ref, Tensor], target: Any, k: int) -> Tensor:
         """Return a loss, and, before anything is captured, see whether it draws random numbers."""

@@ -20,8 +20,9 @@ from pdmpi.runtime.feed import Batch, Feed
 from pdmpi.runtime.gradients import GradientReducer
 from pdmpi.runtime.joint_norm import JointNormalisation
 from pdmpi.runtime.limit import Limit, Verdict, squared_norm
+from pdmpi.runtime.prediction import WeightPrediction
+from pdmpi.runtime.rates import Rates
 from pdmpi.runtime.run import StageRun
-from pdmpi.runtime.softening import Softening
 from pdmpi.runtime.split import SplitBackward
 from pdmpi.runtime.statistics import MinibatchStatistics
 from pdmpi.runtime.weights import WeightRing
@@ -59,8 +60,10 @@ class Player:
         Where it computes.
     scale
         Factor on the gradients before an update: one over the microbatches that it averages.
-    softening
-        Softens stale weights; None uses them as they are.
+    rates
+        Sets the learning rate of each update; None leaves it as it is.
+    prediction
+        Predicts weights; None uses them as they are.
     limit
         Clips gradients and leaves updates out, and knows the loss scale; None does neither.
     statistics
@@ -81,7 +84,8 @@ class Player:
         device: torch.device,
         scale: float,
         dtype: torch.dtype = torch.float32,
-        softening: Softening | None = None,
+        rates: Rates | None = None,
+        prediction: WeightPrediction | None = None,
         limit: Limit | None = None,
         statistics: MinibatchStatistics | None = None,
         joint_norm: JointNormalisation | None = None,
@@ -93,7 +97,8 @@ class Player:
         self._device = device
         self._scale = scale
         self._dtype = dtype
-        self._softening = softening
+        self._rates = rates
+        self._prediction = prediction
         self._limit = limit
         self._statistics = statistics
         self._joint_norm = joint_norm
@@ -112,7 +117,14 @@ class Player:
         self._used: list[int] = []
         self._leaves = _leaves(boundary)
 
-    def begin(self, training: bool, feed: Feed | None, criterion: Criterion | None, first: int = 0) -> None:
+    def begin(
+        self,
+        training: bool,
+        feed: Feed | None,
+        criterion: Criterion | None,
+        first: int = 0,
+        epoch: int = 0,
+    ) -> None:
         """Prepare for a program.
 
         Parameters
@@ -126,6 +138,8 @@ class Player:
         first
             Microbatches of the run before this program, so that random masks differ between
             programs and not between a run and its resumption.
+        epoch
+            That it is part of, counted from 0.
         """
         assert not self._saved, "a program ends drained"
         self.module.train(training)
@@ -135,8 +149,8 @@ class Player:
         self._fed.clear()
         self.losses.clear()
         self.lags.clear()
-        if self._softening is not None and training:
-            self._softening.begin(first)
+        if self._rates is not None and training:
+            self._rates.begin(first, epoch)
 
     def close(self) -> None:
         """Give up what must not outlive the transport: nothing here."""
@@ -154,8 +168,8 @@ class Player:
         self, k: int, version: int, weights: int, inputs: int, output: int, saved: int
     ) -> None:
         """Do the same on data that has been fed."""
-        if self._softening is not None and self.module.training:
-            self._softening.forward(k, version, weights)
+        if self._prediction is not None and self.module.training:
+            self._prediction.forward(k, version, weights)
         else:
             self.weights.select(weights)
         run = self._run(k, inputs, keep=saved != NO_SLOT)
@@ -192,8 +206,8 @@ class Player:
         if roots:
             torch.autograd.backward(roots, gradients)
         self._send_back(run, k, version, loss, grad_out)
-        if self._softening is not None:
-            self._softening.finish(k)
+        if self._prediction is not None:
+            self._prediction.finish(k)
 
     def backward_input(
         self, k: int, version: int, weights: int, saved: int, grad_in: int, grad_out: int
@@ -214,13 +228,13 @@ class Player:
         split = self._saved.pop(saved).split
         assert split is not None
         split.weight_part()
-        if self._softening is not None:
-            self._softening.finish(k)
+        if self._prediction is not None:
+            self._prediction.finish(k)
 
     def _select_again(self, k: int, weights: int) -> None:
         """Make the stage read the weights of a microbatch's forward."""
-        if self._softening is not None:
-            self._softening.again(k, weights)
+        if self._prediction is not None:
+            self._prediction.again(k, weights)
         else:
             self.weights.select(weights)
 
@@ -284,8 +298,8 @@ class Player:
 
     def update(self, version: int, read: int, write: int) -> None:
         """One optimizer step from a weight slot to another, which makes ``version``."""
-        if self._softening is not None:
-            self._softening.step()
+        if self._rates is not None:
+            self._rates.step()
         if self._joint_norm is not None:
             self._joint_norm.check()
         if self._statistics is not None:

@@ -39,15 +39,15 @@ from pdmpi.runtime.limit import (
 from pdmpi.runtime.loss_scale import LossScale
 from pdmpi.runtime.mailbox import Mailbox
 from pdmpi.runtime.player import Player
+from pdmpi.runtime.prediction import WeightPrediction
+from pdmpi.runtime.rates import Rates, changes_rates, rates_of
 from pdmpi.runtime.slots import Allocate, device_memory, host_memory
-from pdmpi.runtime.softening import Softening
 from pdmpi.runtime.statistics import MinibatchStatistics
 from pdmpi.runtime.ways import why_no_graphs, why_not_compiled
 from pdmpi.runtime.weights import WeightRing
 from pdmpi.schedule.check import violations
 from pdmpi.schedule.program import ALL_STAGES, Op, Program, Topology
 from pdmpi.schedule.registry import program_of
-from pdmpi.schedule.staleness import version_lag
 from pdmpi.schedule.topology import topology_of
 from pdmpi.transport.base import Transport
 from pdmpi.transport.share import share
@@ -351,7 +351,7 @@ def build_rank(
         played = partial(
             GraphedPlayer,
             capturer=CudaCapturer(),
-            graph_updates=limit is None,
+            graph_updates=limit is None and not changes_rates(config),
             insist=config.runtime.cuda_graphs is True,
         )
     players: dict[int, Player] = {}
@@ -373,6 +373,7 @@ def build_rank(
             partial(_optimizer, config, names=names, device=device),
             fuses=not looks_into_updates(config),
         )
+        rates = rates_of(config, training, stage, weights.optimizer)
         players[stage] = played(
             module,
             weights,
@@ -380,7 +381,8 @@ def build_rank(
             reducer=GradientReducer(trainable, transport, ranks, allocate) if len(ranks) > 1 else None,
             device=device,
             scale=1.0 / training.microbatches_per_update[stage],
-            softening=_softening(config, training, stage, weights),
+            rates=rates,
+            prediction=_prediction(config, training, stage, weights, rates),
             dtype=dtype_of(config),
             limit=limit,
             statistics=(
@@ -431,17 +433,12 @@ def _names_of(module: nn.Module) -> dict[str, list[str]]:
     return {of[0]: of for of in names.values()}
 
 
-def _softening(config: RunConfig, training: Program, stage: int, weights: WeightRing) -> Softening | None:
-    asked = config.schedule
-    if not (asked.staleness_warmup or asked.weight_prediction):
+def _prediction(
+    config: RunConfig, training: Program, stage: int, weights: WeightRing, rates: Rates | None
+) -> WeightPrediction | None:
+    if rates is None or not config.schedule.weight_prediction:
         return None
-    return Softening(
-        weights,
-        lag=int(version_lag(training)[stage].max(initial=0)),
-        microbatches_per_update=training.microbatches_per_update[stage],
-        warmup=asked.staleness_warmup,
-        predicts=asked.weight_prediction,
-    )
+    return WeightPrediction(weights, rates, microbatches_per_update=training.microbatches_per_update[stage])
 
 
 def _optimizer(

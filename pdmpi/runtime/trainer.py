@@ -17,6 +17,7 @@ from pdmpi.config.run import RunConfig
 from pdmpi.errors import InputError
 from pdmpi.model.example import dtype_of, microbatch_size
 from pdmpi.model.factory import load_factory
+from pdmpi.model.lr_schedule import lr_schedule_problems
 from pdmpi.plan.plan import Plan
 from pdmpi.runtime.clock import DeviceClock
 from pdmpi.runtime.evaluation import Score, Scorer, score_problems
@@ -134,6 +135,8 @@ class Trainer:
         self._quantum = quantum_of(plan.schedule, self._topology)
         self._check_steps()
         self.minibatches = self._minibatches_of_epoch()
+        length = self.epochs if config.optimizer.lr_interval == "epoch" else self._total()
+        InputError.collect(lr_schedule_problems(config.optimizer, length))
         if transport.rank == 0:
             for line in limit_notes(config, plan):
                 listener.notice(line)
@@ -159,6 +162,10 @@ class Trainer:
         """Epochs of the run, the last one perhaps not whole."""
         steps = self.config.train.steps
         return self.config.train.epochs or -(-(steps or 0) // self.minibatches)
+
+    def _total(self) -> int:
+        """Return the minibatches of the run."""
+        return self.config.train.steps or self.epochs * self.minibatches
 
     def close(self) -> None:
         """Give up what must not outlive the transport; nothing can be run any more."""
@@ -244,6 +251,7 @@ class Trainer:
             self._datasets.train,
             order[start : start + samples],
             first=position.total * self.config.schedule.microbatches,
+            epoch=position.epoch,
             training=True,
             criterion=lambda values, target, _: loss(unflatten(values), target),
             progress=progress if self._transport.rank == 0 else None,
@@ -287,6 +295,7 @@ class Trainer:
         training: bool,
         criterion: Criterion,
         first: int = 0,
+        epoch: int = 0,
         progress: Callable[[int], None] | None = None,
     ) -> Executor:
         for stage, player in self.rank.players.items():
@@ -296,6 +305,7 @@ class Trainer:
                 self._feed(checked, stage, dataset, order, first),
                 criterion if self.rank.computes_loss[stage] else None,
                 first,
+                epoch,
             )
         settle = torch.cuda.synchronize if self._device.type == "cuda" else _nothing
         executor = Executor(

@@ -19,8 +19,8 @@ def why_no_graphs(config: RunConfig, programs: Sequence[Program], transport: Tra
     """Return why no stage can be captured by CUDA graphs, or nothing."""
     if not config.runtime.cuda_graphs:
         return "[runtime] cuda_graphs = false"
-    if config.schedule.staleness_warmup or config.schedule.weight_prediction:
-        return "[schedule] staleness_warmup and weight_prediction change weights and rates as they go"
+    if config.schedule.weight_prediction:
+        return "[schedule] weight_prediction makes weights as it goes"
     divided = _divided(config, programs)
     if divided:
         return divided

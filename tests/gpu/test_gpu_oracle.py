@@ -28,12 +28,13 @@ def is_eager(schedule: str, replicas: list[int]) -> bool:
 def test_equals_the_oracle(model: str, graphs: bool) -> None:
     """Launched one by one, and by CUDA graphs where a schedule can be."""
     cases = [(model, *schedule, {}) for schedule in SCHEDULES]
+    cases.append((model, "pipedream", 1, [1, 1], 12, {"gamma": 0.8}))
     done = mpirun(
         2, [RUNTIME / "mpi_oracle.py", json.dumps(cases), "cuda", *([] if graphs else ["eager"])],
         env={"OMPI_MCA_pml": "ucx"}, timeout=240,
     )  # fmt: skip
     assert done.stdout.count("equal") == len(cases), done.stdout + done.stderr
-    eager = sum(not graphs or is_eager(name, replicas) for name, _, replicas, _ in SCHEDULES)
+    eager = sum(not graphs or is_eager(name, replicas) for _, name, _, replicas, _, _ in cases)
     assert done.stdout.count(" 0 graphs") == eager, done.stdout
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 
 import pytest
 from harness import assert_same, make_plan, run_config, serialise_forwards, train_local, train_rank
@@ -34,12 +35,19 @@ def main() -> None:
     transport, device, _ = open_on(place, transport=TransportConfig(share_devices=True))
     for model, schedule, microbatches, replicas, minibatches, options in cases:
         config = run_config(model, schedule, microbatches, **options.get("train", {}))
-        limited = config.optimizer.model_copy(update={"clip_norm": options.get("clip_norm")})
-        runtime = config.runtime.model_copy(update=played)
-        config = config.model_copy(update={"optimizer": limited, "runtime": runtime})
+        found = config.model_dump()
+        gamma = options.pop("gamma", 1.0)
+        found["optimizer"].update(options.get("optimizer", {}))
+        if gamma != 1.0:
+            found["optimizer"]["lr_schedulers"] = [{"name": "ExponentialLR", "args": {"gamma": gamma}}]
+        found["runtime"].update(played)
+        config = RunConfig.model_validate(found)
         plan = make_plan(config, replicas)
         state, trainer = train_rank(config, plan, transport, device=device)
-        expected = on_threads(config, plan) if options else replay(config, plan, [minibatches], device)
+        if options:
+            expected = on_threads(config, plan)
+        else:
+            expected = replay(config, plan, [minibatches], device, factor=partial(pow, gamma))
         assert_same(state, expected, f"{schedule} {replicas} on rank {transport.rank}")
         parts = transport.gather(json.dumps(sorted(state)).encode())
         held = {name for part in parts for name in json.loads(part)}

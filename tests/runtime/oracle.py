@@ -97,11 +97,12 @@ def replay(
     programs: list[int],
     device: str | torch.device = "cpu",
     skipped: Collection[int] = (),
+    factor: Callable[[int], float] = lambda minibatch: 1.0,
 ) -> dict[str, Tensor]:
     """Return the parameters and running statistics after programs of so many minibatches each.
 
     The programs are those of one epoch, in order; ``skipped`` are updates, counted from 1, that no
-    stage makes.
+    stage makes.  An update's learning rate is multiplied by the ``factor`` of its first minibatch.
     """
     traced = traced_of(config)
     names = [set(build_stage(traced, s.layers).state_dict()) for s in plan.stages]
@@ -130,6 +131,10 @@ def replay(
     lags = [max(k // c - version(s, k) for k in range(max(programs) * m)) for s, c in enumerate(counts)]
     rates = [Rates(lag, config.schedule.staleness_warmup) for lag in lags]
     lr = config.optimizer.args["lr"]
+
+    def rate(s: int, update: int) -> float:
+        return factor(update * counts[s] // m) * rates[s](update)
+
     for minibatches in programs:
         old = [[{n: p.detach().clone() for n, p in of.items()}] for of in masters]
         moves = [[momentum_of(*pair)] for pair in zip(optimizers, masters, strict=True)]
@@ -140,8 +145,8 @@ def replay(
                 for n, value in of[version(s, k)].items():
                     parameters[n].data.copy_(value)
                     if config.schedule.weight_prediction and n in moves[s][made]:
-                        rate = lr * rates[s](first // counts[s] + made)
-                        parameters[n].data.sub_(ahead * rate * moves[s][made][n])
+                        step = lr * rate(s, first // counts[s] + made)
+                        parameters[n].data.sub_(ahead * step * moves[s][made][n])
                 for n, value in sets[s][k % replicas[s]].items():
                     buffers[n].copy_(value)
             rows = order[(first + k) * size : (first + k + 1) * size]
@@ -169,7 +174,7 @@ def replay(
             for s in due:
                 if optimizers[s] is not None and (k + 1) // counts[s] not in skipped:
                     for group in optimizers[s].param_groups:
-                        group["lr"] = base[id(group)] * rates[s]((first + k) // counts[s])
+                        group["lr"] = base[id(group)] * rate(s, (first + k) // counts[s])
                     optimizers[s].step()
                 moves[s].append(momentum_of(optimizers[s], masters[s]))
                 old[s].append({n: p.detach().clone() for n, p in masters[s].items()})

@@ -12,6 +12,7 @@ from oracle import replay
 from tape import TapeCapturer
 from torch import nn
 
+from pdmpi.config.run import LrSchedulerConfig
 from pdmpi.model.generator import draws_by_cudnn
 from pdmpi.runtime import graphs, setup
 from pdmpi.runtime.graphs import GraphedPlayer
@@ -64,6 +65,18 @@ def test_equals_the_oracle(
     for player in checked(config, plan, trained(monkeypatch, config, plan, graph_updates)):
         assert player.num_graphed
         assert not player.why_eager
+
+
+def test_rates_that_change_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = run_config("conv", "pipedream", evaluate_every=0, minibatch_size=4)
+    turn = LrSchedulerConfig(name="ExponentialLR", args={"gamma": 0.8})
+    rates = config.optimizer.model_copy(update={"lr_schedulers": (turn,)})
+    config = config.model_copy(update={"optimizer": rates})
+    plan = make_plan(config, [1, 1])
+    expected = replay(config, plan, [12], factor=lambda minibatch: 0.8**minibatch)
+    for state, trainer in trained(monkeypatch, config, plan, graph_updates=False):
+        assert_same(state, expected, "with rates that change")
+        assert all(player.num_graphed for player in trainer.rank.players.values())
 
 
 @pytest.mark.parametrize("model", MODELS)

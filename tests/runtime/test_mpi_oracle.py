@@ -12,13 +12,13 @@ CASES = {
     1: [("conv", "pipedream", 1, [1], 12, {})],
     2: [("conv", "pipedream", 1, [1, 1], 12, {}),
         ("sequence", "1f1b", 4, [1, 1], 3, {}), ("conv", "data-parallel", 1, [2], 12, {})],
-    3: [("sequence", "pipedream", 1, [2, 1], 12, {}),
+    3: [("sequence", "pipedream", 1, [2, 1], 12, {"gamma": 0.8}),
         ("conv", "pipedream", 1, [1, 2], 12, {}), ("conv", "gpipe", 4, [1, 1, 1], 3, {}),
         ("conv_without_draws", "1f1b", 4, [2, 1], 3, {"train": {"batch_norm": "minibatch"}})],
     4: [("conv", "pipedream", 1, [1, 1, 1, 1], 12, {}), ("sequence", "pipedream", 1, [2, 2], 12, {}),
         ("sequence", "pipedream-vsync", 1, [1, 1, 1, 1], 12, {}), ("conv", "zb-h1", 4, [1, 1, 1, 1], 3, {}),
         ("conv_without_draws", "1f1b", 4, [2, 2], 3,
-         {"clip_norm": 0.7, "train": {"batch_norm": "synchronised"}})],
+         {"optimizer": {"clip_norm": 0.7}, "train": {"batch_norm": "synchronised"}})],
 }  # fmt: skip
 
 
