@@ -206,6 +206,7 @@ class _Shown:
             epoch=report.epoch,
             minibatches=report.minibatches,
             loss=report.loss,
+            learning_rate=report.learning_rate,
             duration_s=report.duration_s,
             samples_per_s=report.samples_per_s,
             version_lag=[asdict(lag) for lag in StageLag.of(report.lags)],

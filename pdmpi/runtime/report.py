@@ -101,6 +101,9 @@ class SegmentReport:
         Until the slowest rank was drained.
     ranks
         What each rank did.
+    learning_rate
+        Of its last update at rank 0's first stage: of parameters in no group, or else of the first group.
+        None where that stage trains nothing.
     loss_scale, skipped
         In float16: the loss scale at its end, and updates left out so far after an overflow.
     """
@@ -111,6 +114,7 @@ class SegmentReport:
     samples: int
     duration_s: float
     ranks: tuple[RankReport, ...] = field(repr=False)
+    learning_rate: float | None = None
     loss_scale: float | None = None
     skipped: int = 0
 

@@ -264,6 +264,7 @@ class Trainer:
         ends = self._transport.gather(np.array(executor.end_s[-1:]).tobytes())
         if self._transport.rank == 0:
             scale = self.rank.loss_scale
+            optimizer = self.rank.players[min(self.rank.players)].weights.optimizer
             report = SegmentReport(
                 epoch=position.epoch,
                 first_minibatch=position.minibatch,
@@ -271,6 +272,7 @@ class Trainer:
                 samples=samples,
                 duration_s=max(float(np.frombuffer(end).max(initial=0.0)) for end in ends),
                 ranks=tuple(map(RankReport.from_json, reports)),
+                learning_rate=None if optimizer is None else float(optimizer.param_groups[0]["lr"]),
                 loss_scale=None if scale is None else scale.value,
                 skipped=0 if scale is None else scale.skipped,
             )

@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from harness import assert_same, make_plan, run_config, serialise_forwards, train_local
+from harness import (
+    Silent,
+    assert_same,
+    make_plan,
+    run_config,
+    serialise_forwards,
+    train_local,
+    train_rank,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import replay
@@ -18,6 +26,7 @@ from pdmpi.config.run import OptimizerConfig, RunConfig
 from pdmpi.errors import InputError
 from pdmpi.model.lr_schedule import LrSchedule, lr_schedule_problems
 from pdmpi.runtime.rates import Rates
+from pdmpi.transport.local import LocalWorld
 
 WARMUP, DECAY = 4, 11
 TURNS = [
@@ -107,6 +116,15 @@ def test_any_step_in_any_order(name: str, steps: list[int]) -> None:
     schedule = LrSchedule(optimizer_config({"name": name, "args": CLASSES[name]}, args=args))
     expected = of_torch(name, 19)
     assert [schedule.at(step)[0] for step in steps] == [expected[step] for step in steps]
+
+
+def test_what_was_stepped_with_is_reported() -> None:
+    config = scheduled(run_config("conv", every=4, evaluate_every=0), groups=[])
+    listener = Silent()
+    plan = make_plan(config, [2, 1])
+    LocalWorld(plan.num_ranks).run(lambda transport: train_rank(config, plan, transport, listener)[0])
+    lr = config.optimizer.args["lr"]
+    assert [r.learning_rate for r in listener.reports] == [pytest.approx(lr * factor(k)) for k in (2, 6, 10)]
 
 
 def test_turns_start_from_the_rates_of_the_configuration() -> None:
