@@ -191,6 +191,7 @@ def _cost(
         buffer_bytes=buffer_bytes,
         saved_bytes=sample.saved_bytes,
         workspace_bytes=sample.workspace_bytes,
+        forward_workspace_bytes=sample.forward_workspace_bytes,
     )
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pdmpi.graph import Ref
+from pdmpi.graph.graph import INPUT
 from pdmpi.model.generator import CapturedDraws, draws_by_cudnn, generator_aside
 from pdmpi.model.stage import StageModule
 from pdmpi.model.trace import TracedModel
@@ -82,6 +83,7 @@ class LayerSample:
     backward_s: list[float] = field(default_factory=list)
     saved_bytes: int = 0
     workspace_bytes: int = 0
+    forward_workspace_bytes: int = 0
 
 
 class SavedBytes:
@@ -118,16 +120,33 @@ class SavedBytes:
             loss = criterion(outputs)
         return loss, self._own_bytes(kept, outputs)
 
+    def others(self, values: Mapping[Ref, Tensor]) -> int:
+        """Return the bytes of those values that nothing has kept yet."""
+        sizes = {self._storage(ref): tensor.untyped_storage().nbytes() for ref, tensor in values.items()}
+        return sum(size for storage, size in sizes.items() if storage not in self._counted)
+
+    def _storage(self, ref: Ref) -> int:
+        return self._traced.recording.facts[self._traced.value_of[ref].number].storage
+
     def _own_bytes(self, kept: dict[int, Tensor], values: Mapping[Ref, Tensor]) -> int:
         """Return the bytes of what was kept, without values that count already."""
         total = 0
         for ref, tensor in values.items():
-            shared = self._traced.recording.facts[self._traced.value_of[ref].number].storage
+            shared = self._storage(ref)
             found = kept.pop(_memory(tensor), None)
             if found is not None and shared not in self._counted:
                 self._counted.add(shared)
                 total += found.untyped_storage().nbytes()
         return total + sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+@dataclass
+class _Allocated:
+    """Bytes on the device before, at most during, and after something."""
+
+    before: int = 0
+    peak: int = 0
+    after: int = 0
 
 
 @dataclass
@@ -191,45 +210,79 @@ class Step:
         runs = {}
         self.values = dict(self._before)
         for name, stage in self._stages.items():
-            inputs = self._inputs(stage)
-            with self._precision(), self._workspace(name):
-                outputs, self.samples[name].saved_bytes = saved.run(stage, inputs, 0)
+            inputs, live = self._inputs(stage), self._live_bytes(name, saved)
+            with self._precision(), self._counting() as found:
+                outputs, kept = saved.run(stage, inputs, 0)
+            self.samples[name].saved_bytes = kept
+            self._note(name, found, forward_bytes=live - kept)
             runs[name] = self._keep(inputs, outputs)
         if self._criterion is not None:
             self._warm_up_loss(saved, list(self._stages)[-1])
         for name in reversed(list(runs)):
             gradients = sum(p.nbytes for p in self._stages[name].parameters() if p.requires_grad)
-            with self._workspace(name, gradients, backward=True):
+            with self._counting() as found:
                 _backward_of(runs.pop(name), self._grads)
+            self._note(name, found, gradients, self._traced.graph.gradient_bytes_over(name))
 
     def _warm_up_loss(self, saved: SavedBytes, last: str) -> None:
         """Count what the loss keeps and allocates for the layer that it counts for."""
-        with self._precision(), self._workspace(last):
+        live = self._live_bytes("", saved)
+        with self._precision(), self._counting() as found:
             loss, kept = saved.loss(self._loss_of, self._outputs())
         self.samples[last].saved_bytes += kept
+        self._note(last, found, forward_bytes=live - kept)
         if loss.requires_grad:
-            with self._workspace(last):
+            with self._counting() as found:
                 loss.backward()  # type: ignore[no-untyped-call]
+            self._note(last, found)
+
+    def _live_bytes(self, name: str, saved: SavedBytes) -> int:
+        """Return the bytes of values that a layer, or one behind it, reads and that autograd has not saved.
+
+        ``name`` is empty for the loss.  Inputs of the model are in no layer's memory.
+        """
+        graph = self._traced.graph
+        later = graph.layers[graph.index[name] :] if name else ()
+        wanted = {ref for layer in later for ref in layer.inputs} | set(graph.outputs)
+        return saved.others({
+            ref: tensor
+            for ref, tensor in self.values.items()
+            if ref in wanted and graph.layers[graph.index[ref.layer]].kind != INPUT
+        })  # fmt: skip
 
     @contextmanager
-    def _workspace(self, name: str, counted_bytes: int = 0, backward: bool = False) -> Iterator[None]:
-        """Note the most bytes that there are while something of a layer runs, beyond those that it leaves.
-
-        ``counted_bytes`` of what it makes count elsewhere.  With its ``backward``, gradients that other
-        layers have left in training are there, too.
-        """
+    def _counting(self) -> Iterator[_Allocated]:
+        """Note the memory before, at most during, and after something runs."""
+        found = _Allocated()
         if not self._clock.on_cuda:
-            yield
+            yield found
             return
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        yield
-        left = max(before + counted_bytes, torch.cuda.memory_allocated())
-        peak = torch.cuda.max_memory_allocated() - left
-        if backward:
-            peak += self._traced.graph.gradient_bytes_over(name)
+        found.before = torch.cuda.memory_allocated()
+        yield found
+        found.peak, found.after = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
+
+    def _note(
+        self,
+        name: str,
+        found: _Allocated,
+        counted_bytes: int = 0,
+        waiting_bytes: int = 0,
+        forward_bytes: int | None = None,
+    ) -> None:
+        """Keep the most that there is while something of a layer runs, beyond what it leaves.
+
+        ``counted_bytes`` of what it makes count elsewhere; ``waiting_bytes`` are there in training, too.
+        ``forward_bytes`` are added to what a forward makes.
+        """
+        if not self._clock.on_cuda:
+            return
         sample = self.samples[name]
-        sample.workspace_bytes = max(sample.workspace_bytes, peak)
+        beyond = found.peak - max(found.before + counted_bytes, found.after) + waiting_bytes
+        sample.workspace_bytes = max(sample.workspace_bytes, beyond)
+        if forward_bytes is not None:
+            forward = found.peak - found.before + forward_bytes
+            sample.forward_workspace_bytes = max(sample.forward_workspace_bytes, forward)
 
     def capture(self) -> None:
         """On a GPU, let the runs that follow be replays of a CUDA graph, as training's are.

@@ -10,7 +10,7 @@ from pdmpi.errors import InputError
 from pdmpi.plan.cluster import Cluster
 from pdmpi.plan.partition import estimate_of, fits, partition, shortlist
 from pdmpi.plan.plan import Plan, ScheduleChoice
-from pdmpi.plan.profile import CUDA_GRAPHS, Profile
+from pdmpi.plan.profile import Profile
 from pdmpi.plan.terms import SCHEDULES, Terms
 
 __all__ = ["Considered", "candidates", "data_parallel_plan", "with_alternatives"]
@@ -104,7 +104,7 @@ def candidates(profile: Profile, cluster: Cluster, choice: ScheduleChoice) -> li
 def _unsuitable(plan: Plan, terms: Terms) -> str:
     """Return why the schedule's own rules refuse the plan, or nothing."""
     choice = plan.schedule
-    if terms.splits_backward and plan.profile.machine.get(CUDA_GRAPHS) == "yes":
+    if terms.splits_backward and plan.profile.is_graphed:
         return (
             "runs its backward in two parts, so without the CUDA graphs that the profile was measured with: "
             "slower than the profile says"

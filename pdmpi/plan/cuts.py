@@ -116,6 +116,22 @@ class Cuts:
                 found[np.ix_(~inside, inside)] = sizes[layer]
         return found
 
+    @cached_property
+    def graph_bytes(self) -> Floats:
+        """Shape (cuts, cuts): `Profile.graph_bytes` of the layers between two nested cuts."""
+        costs = self.profile.costs
+        needed = np.array([cost.forward_workspace_bytes for cost in costs], dtype=float)
+        found = np.zeros((len(self), len(self)))
+        later = np.zeros(len(self))  # bytes that the layers behind save, in each cut
+        for layer in reversed(range(len(costs))):
+            inside = self.members[:, layer]
+            if needed[layer]:
+                both = np.ix_(~inside, inside)
+                between = later[inside] - later[~inside, None]
+                found[both] = np.maximum(found[both], needed[layer] - between)
+            later += costs[layer].saved_bytes * inside
+        return found
+
     def layers(self, outer: int, inner: int) -> tuple[str, ...]:
         """Return the names of the layers between cut ``inner`` and the larger cut ``outer``, in order."""
         names = self.profile.graph.layers

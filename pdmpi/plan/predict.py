@@ -119,6 +119,7 @@ class _Sums:
     gradients: int
     buffers: int
     saved: int
+    graphs: int
     workspace: int
 
 
@@ -134,6 +135,7 @@ def _sums(profile: Profile, stage: StagePlan) -> _Sums:
         gradients=sum(c.parameter_bytes for i, c in zip(positions, costs, strict=True) if trained[i]),
         buffers=sum(c.buffer_bytes for c in costs),
         saved=sum(c.saved_bytes for c in costs),
+        graphs=profile.graph_bytes(positions),
         workspace=max((c.workspace_bytes for c in costs), default=0),
     )
 
@@ -176,12 +178,14 @@ def memory_bytes(
     """
     flight = microbatches if terms.holds_all else depth
     flight = min(flight, microbatches) if terms.flushes and terms.accumulates else flight
+    kept = 1 if recompute else flight
     return {
         "weights": sums.parameters + sums.gradients * (versions - 1),
         "gradients": sums.gradients,
         "optimizer_state": round(sums.gradients * state_factor),
         "buffers": sums.buffers,
-        "saved": sums.saved * (1 if recompute else flight),
+        "saved": sums.saved * kept,
+        "graphs": 0 if terms.splits_backward else sums.graphs * kept,
         "slots": entering[0] * flight + 2 * (entering[1] + leaving[0] + leaving[1]),
         "workspace": sums.workspace,
     }

@@ -291,17 +291,20 @@ class Pricer:
         depth, versions = self.depth_and_versions(first, count)
         flight = choice.microbatches if terms.holds_all else depth
         flight = min(flight, choice.microbatches) if terms.flushes and terms.accumulates else flight
+        kept = 1 if recompute else flight
         held = (
             cuts.parameter_bytes
             + cuts.gradient_bytes * (versions + cuts.profile.optimizer_state_factor)
             + cuts.buffer_bytes
-            + cuts.saved_bytes * (1 if recompute else flight)
+            + cuts.saved_bytes * kept
         )
         plus = held + 2 * (cuts.sent_bytes + cuts.returned_bytes)
         minus = cuts.sent_bytes * flight + 2 * cuts.returned_bytes - held
         used = minus[inner, None] + plus[None, outer]
         if any(cost.workspace_bytes for cost in cuts.profile.costs):
             used += cuts.workspace_bytes[inner, outer]
+        if cuts.profile.is_graphed and not terms.splits_backward:
+            used += kept * cuts.graph_bytes[inner, outer]
         return used
 
 

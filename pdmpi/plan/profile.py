@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from pdmpi.errors import InputError
@@ -31,6 +31,8 @@ class LayerCost:
     workspace_bytes
         Most bytes beyond all of these while it runs: what it allocates, and gradients that wait (an
         upper bound: those that come from another stage lie in a slot).
+    forward_workspace_bytes
+        The same, of its forward alone.
     """
 
     forward_s: float
@@ -40,6 +42,7 @@ class LayerCost:
     buffer_bytes: int = 0
     saved_bytes: int = 0
     workspace_bytes: int = 0
+    forward_workspace_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +75,23 @@ class Profile:
     update_s_per_byte: float = 0.0
     accumulate_s_per_byte: float = 0.0
     machine: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def is_graphed(self) -> bool:
+        """Whether it was made in CUDA graphs, as training then is."""
+        return self.machine.get(CUDA_GRAPHS) == "yes"
+
+    def graph_bytes(self, layers: Iterable[int]) -> int:
+        """Return what the graph of a stage's forward holds beyond what autograd saves, for each saved slot.
+
+        A graph allocates in a pool of its slot, which stays as large as it was when the most was there:
+        what autograd saves until then, and what a layer needs for a moment.
+        """
+        most = total = 0
+        for i in sorted(layers) if self.is_graphed else ():
+            total += self.costs[i].saved_bytes
+            most = max(most, total + self.costs[i].forward_workspace_bytes)
+        return max(most - total, 0)
 
     def accumulation_s_per_byte(self, microbatches: float) -> float:
         """Return what a backward takes longer for each byte of parameters, given those of an update."""

@@ -212,9 +212,13 @@ class GraphedPlayer(Player):
         return super().gather()
 
     def _note_trained(self) -> None:
-        """Note, once, which parameters get a gradient."""
+        """Note, once, which parameters get a gradient, before the optimizer makes what it keeps of them.
+
+        What activations have left is given back first: that state would lie scattered over it, and hold it.
+        """
         if self._trained is None:
             self._trained = tuple(p for p in self.weights.parameters.values() if p.grad is not None)
+            self._capturer.settle()
 
     def _start_draws(self, k: int) -> None:
         """Let the graph of a forward that follows draw what this microbatch draws."""

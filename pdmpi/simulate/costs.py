@@ -40,6 +40,8 @@ class StageCost:
         What autograd keeps between forward and backward of one microbatch.
     workspace_bytes
         Most that there is beyond that while any layer runs: what it allocates, gradients that wait.
+    graph_bytes
+        What the graph of a forward holds beyond that, for each saved slot.
     """
 
     forward_s: float
@@ -52,6 +54,7 @@ class StageCost:
     buffer_bytes: int = 0
     saved_bytes: int = 0
     workspace_bytes: int = 0
+    graph_bytes: int = 0
 
     def seconds(self, op: Op) -> float:
         """Return what an instruction keeps the device busy for; posts and waits cost nothing of their own."""
@@ -162,7 +165,8 @@ def costs_of(plan: Plan) -> Costs:
 
 def _stage_cost(plan: Plan, stage: StagePlan) -> StageCost:
     profile, choice = plan.profile, plan.schedule
-    per_update = terms_of(choice).microbatches_per_update(choice.microbatches, stage.replicas)
+    terms = terms_of(choice)
+    per_update = terms.microbatches_per_update(choice.microbatches, stage.replicas)
     trained = profile.graph.trained
     positions = [profile.graph.index[name] for name in stage.layers]
     layers = [(trained[i], profile.costs[i]) for i in positions]
@@ -180,4 +184,5 @@ def _stage_cost(plan: Plan, stage: StagePlan) -> StageCost:
         buffer_bytes=sum(cost.buffer_bytes for cost in costs),
         saved_bytes=sum(cost.saved_bytes for cost in costs),
         workspace_bytes=max((cost.workspace_bytes for cost in costs), default=0),
+        graph_bytes=0 if terms.splits_backward else profile.graph_bytes(positions),
     )

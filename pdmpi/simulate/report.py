@@ -184,7 +184,7 @@ def memory_of(program: Program, rank: int, costs: Costs) -> dict[str, int]:
     """
     rows = program.rows[rank]
     parts = dict.fromkeys(
-        ("weights", "gradients", "optimizer_state", "buffers", "saved", "slots", "workspace"), 0
+        ("weights", "gradients", "optimizer_state", "buffers", "saved", "graphs", "slots", "workspace"), 0
     )
     parts["saved"] = int(_saved(rows, costs).max(initial=0))
     grouped = {group.stage for group in program.groups if rank in group.ranks and group.sums_gradients}
@@ -197,6 +197,7 @@ def memory_of(program: Program, rank: int, costs: Costs) -> dict[str, int]:
         parts["gradients"] += stage.gradient_bytes * (2 if s in grouped else 1)
         parts["optimizer_state"] += stage.state_bytes
         parts["buffers"] += stage.buffer_bytes
+        parts["graphs"] += stage.graph_bytes * slots.saved
         parts["workspace"] = max(parts["workspace"], stage.workspace_bytes)
         for channel, nbytes in costs.message_bytes.items():
             forward = channel.kind == Kind.ACTIVATION

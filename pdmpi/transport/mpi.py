@@ -70,11 +70,13 @@ class Transfer(Operation):
         self._lengths = [part.nbytes for part in parts]
         self._calls: list[Callable[[], MPI.Request]] = []
         self._requests: list[MPI.Request] = []
+        self._only: MPI.Request | None = None
         if persistent:
             bind: Any = comm.Send_init if sending else comm.Recv_init
             persistents = [bind([part, MPI.BYTE], peer, tag) for part in parts]
             self._requests = persistents
             self._calls = [request.Start for request in persistents]
+            self._only = persistents[0] if len(parts) == 1 else None
             weakref.finalize(self, _free, persistents).atexit = False
         else:
             call: Any = comm.Isend if sending else comm.Irecv
@@ -87,12 +89,13 @@ class Transfer(Operation):
             self._requests = started
 
     def _done(self) -> bool:
-        status = self._status
+        if self._only is not None and self._sending:
+            return self._only.Test()
         while self._next < len(self._requests):
-            if not self._requests[self._next].Test(status):
+            if not self._requests[self._next].Test(self._status):
                 return False
             if not self._sending:
-                count = status.Get_count(MPI.BYTE)
+                count = self._status.Get_count(MPI.BYTE)
                 if count != self._lengths[self._next]:
                     raise self._failed(f"the message has {count} bytes in part {self._next}")
             self._next += 1

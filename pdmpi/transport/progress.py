@@ -24,6 +24,8 @@ _ASIDE_FACTOR = 4
 look a request was on its way and nobody waited; the longer it has found otherwise, the later, up to half a
 millisecond.  Further looks are rarer and rarer, down to once in so many longest sleeps of a wait.  Each
 takes the interpreter from the first thread."""
+_BURST = 16
+"""Tests between two looks at the clock while a wait spins: a look takes as long as a test."""
 _BACKOFF = 0.02
 """A wait sleeps for this part of the time that it has waited: a message over TCP takes hundreds of steps."""
 _MOVING_S = 10e-6
@@ -64,6 +66,7 @@ class Progress:
         self._on_thread = on_thread
         self._outstanding = 0
         self._wanted = threading.Event()
+        self._parked = False
         self._waiting = False
         self._ended = poke is None
         self._failure: PdmpiError | None = None
@@ -75,7 +78,8 @@ class Progress:
         """Count a request that was started."""
         self._outstanding += 1
         self._sleep_s = self._first_sleep_s
-        if not self._wanted.is_set():
+        if self._parked:
+            self._parked = False
             self._wanted.set()
 
     def limit_s(self, meeting: bool) -> float:
@@ -120,9 +124,11 @@ class Progress:
 
     def _poll(self, test: Callable[[], bool], stalled: Callable[[], PdmpiError], limit_s: float) -> None:
         begin = time.monotonic()
+        tests = range(_BURST)
         while True:
-            if test():
-                return
+            for _ in tests:
+                if test():
+                    return
             if self._failure is not None:
                 raise self._failure
             waited = time.monotonic() - begin
@@ -130,6 +136,7 @@ class Progress:
                 continue
             if waited > limit_s:
                 raise stalled()
+            tests = range(1)
             time.sleep(min(max(_BACKOFF * waited, _MIN_SLEEP_S), self._max_sleep_s))
 
     def _run(self) -> None:
@@ -144,8 +151,10 @@ class Progress:
         while not self._ended:
             if self._outstanding == 0:
                 self._wanted.clear()
+                self._parked = True
                 if self._outstanding == 0 and not self._ended:
                     self._wanted.wait()
+                self._parked = False
                 sleep_s = self._sleep_s
             time.sleep(sleep_s)
             sleep_s = self._sleep_s

@@ -52,6 +52,14 @@ def test_diamonds_in_series_have_few_cuts_and_plan_fast():
     assert plan.prediction.period_s > 0
 
 
+def most_held(costs: list[LayerCost]) -> int:
+    """The most bytes that there are during a forward: what is saved already, and what a layer needs."""
+    held = [0]
+    for cost in costs:
+        held += [held[-1] + cost.saved_bytes + cost.forward_workspace_bytes, held[-1] + cost.saved_bytes]
+    return max(held)
+
+
 @given(profiles(6))
 def test_sums_and_crossing_bytes_are_those_of_the_layers(profile):
     cuts = cuts_of(profile)
@@ -64,6 +72,7 @@ def test_sums_and_crossing_bytes_are_those_of_the_layers(profile):
         assert cuts.forward_s[outer] - cuts.forward_s[inner] == pytest.approx(sum(c.forward_s for c in own))
         assert cuts.saved_bytes[outer] - cuts.saved_bytes[inner] == sum(c.saved_bytes for c in own)
         assert cuts.workspace_bytes[inner, outer] == max(c.workspace_bytes for c in own)
+        assert cuts.graph_bytes[inner, outer] == most_held(own) - sum(c.saved_bytes for c in own)
         if inner == 0 and outer < len(cuts) - 1:
             rest = cuts.layers(len(cuts) - 1, outer)
             sent, returned = cut_bytes(profile, [StagePlan(layers=names), StagePlan(layers=rest)])[0]

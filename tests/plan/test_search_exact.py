@@ -18,7 +18,7 @@ from pdmpi.plan.partition import copies_of, partition, plan_of, variants
 from pdmpi.plan.plan import ScheduleChoice, StagePlan
 from pdmpi.plan.predict import estimate
 from pdmpi.plan.pricing import Problem
-from pdmpi.plan.profile import LayerCost, Profile
+from pdmpi.plan.profile import CUDA_GRAPHS, LayerCost, Profile
 from pdmpi.plan.search import search
 
 
@@ -53,6 +53,7 @@ def profiles(draw, max_layers: int = 8) -> Profile:
                 buffer_bytes=draw(st.sampled_from([0, 100])),
                 saved_bytes=draw(st.sampled_from([0, 16 * elements, 50_000])),
                 workspace_bytes=draw(st.sampled_from([0, 0, 100_000])),
+                forward_workspace_bytes=draw(st.sampled_from([0, 0, 60_000, 90_000])),
             )
         )
     graph = LayerGraph(tuple(layers), (Ref(layers[-1].name),))
@@ -63,6 +64,7 @@ def profiles(draw, max_layers: int = 8) -> Profile:
         optimizer_state_factor=draw(st.sampled_from([0.0, 2.0])),
         update_s_per_byte=draw(st.sampled_from([0.0, 1e-10])),
         accumulate_s_per_byte=draw(st.sampled_from([0.0, 2e-10])),
+        machine={CUDA_GRAPHS: draw(st.sampled_from(["yes", "no"]))},
     )
 
 

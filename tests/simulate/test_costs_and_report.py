@@ -10,6 +10,7 @@ from small_plans import LAYER_BYTES, MICROBATCH, SPEC, small_plan
 from pdmpi.plan.cluster import Device
 from pdmpi.plan.partition import partition
 from pdmpi.plan.plan import ScheduleChoice
+from pdmpi.plan.profile import CUDA_GRAPHS
 from pdmpi.schedule.program import Channel, Kind, Op, Topology
 from pdmpi.schedule.registry import generate
 from pdmpi.simulate.costs import BUCKET_BYTES, Costs, costs_of
@@ -118,6 +119,21 @@ def test_activations_alive_at_once() -> None:
     assert [saved_bytes(flush, rank) for rank in range(4)] == [800] * 4
     assert [saved_bytes(replace(flush, name="1f1b"), rank) for rank in range(4)] == [400, 300, 200, 100]
     assert [saved_bytes(replace(flush, recompute="always"), rank) for rank in range(4)] == [100] * 4
+
+
+def test_graphs_hold_what_a_forward_needs_with_every_saved_slot() -> None:
+    def parts(graphs: str, forward_bytes: int, schedule: ScheduleChoice) -> list[dict[str, int]]:
+        plan = small_plan(1, 1, schedule=schedule)
+        costs = tuple(replace(c, forward_workspace_bytes=forward_bytes) for c in plan.profile.costs)
+        profile = replace(plan.profile, costs=costs, machine={CUDA_GRAPHS: graphs})
+        return [rank.memory_parts for rank in forecast(replace(plan, profile=profile)).report.ranks]
+
+    flush = ScheduleChoice(name="gpipe", microbatches=8)
+    assert [p["graphs"] for p in parts("yes", 700, flush)] == [8 * 700, 8 * 700]
+    assert [p["graphs"] for p in parts("yes", 700, ScheduleChoice())] == [2 * 700, 700]
+    assert [p["graphs"] for p in parts("no", 700, flush)] == [0, 0]
+    assert [p["graphs"] for p in parts("yes", 700, replace(flush, name="zb-h1"))] == [0, 0]
+    assert [p["graphs"] for p in parts("yes", 700, replace(flush, recompute="always"))] == [700, 700]
 
 
 def test_memory_of_weights_gradients_and_slots() -> None:

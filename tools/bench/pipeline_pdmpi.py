@@ -26,13 +26,13 @@ from pdmpi.plan.cluster_text import cluster_to_text
 from pdmpi.plan.plan import Plan
 from pdmpi.plan.store import load_plan, plan_from_bytes, plan_to_bytes, save_profile
 from pdmpi.runtime.agree import from_rank_0
+from pdmpi.runtime.cluster import measured_cluster
 from pdmpi.runtime.place import open_transport
 from pdmpi.runtime.profiling import profile_run
 from pdmpi.runtime.setup import load_datasets
 from pdmpi.runtime.trainer import Position, Trainer
 from pdmpi.simulate.costs import costs_of
 from pdmpi.simulate.report import summarise
-from pdmpi.transport.links import measure_links
 
 PASSES = 2
 
@@ -66,15 +66,13 @@ class Bench:
         self._write_cluster()
 
     def _write_cluster(self) -> None:
-        ranks = self.transport.size
-        rate, latency_s = 3e11, 2e-5
-        if ranks > 1:
-            (link,) = measure_links(self.transport, [(0, 1)], "cuda", self.transport.allocate)
-            rate, latency_s = link.bandwidth_bytes_per_s, link.latency_s
-        level = Level(name="nvlink", count=ranks, bandwidth_bytes_per_s=rate, latency_s=latency_s)
-        memory = torch.cuda.get_device_properties(self.device).total_memory
-        card = Device(name=torch.cuda.get_device_name(self.device), memory_bytes=memory)
-        cluster = Cluster(name="bench", levels=(level,), devices=(card,), devices_per_node=ranks)
+        if self.transport.size > 1:
+            cluster = measured_cluster(self.transport, self.device)
+        else:
+            memory = torch.cuda.get_device_properties(self.device).total_memory
+            card = Device(name=torch.cuda.get_device_name(self.device), memory_bytes=memory)
+            level = Level(name="one", count=1, bandwidth_bytes_per_s=3e11)
+            cluster = Cluster(name="bench", levels=(level,), devices=(card,), devices_per_node=1)
         if self.transport.rank == 0:
             (self.directory / "cluster.toml").write_text(cluster_to_text(cluster, "measured"))
 
@@ -89,6 +87,7 @@ class Bench:
             found = profile_run(config_of(single, minibatches), device=self.device, budget_s=6.0)
             save_profile(found, profile)
             gc.collect()
+            torch._C._cuda_clearCublasWorkspaces()  # of the profile's streams; a run has its own process
             torch.cuda.empty_cache()
         output = self.directory / f"{row.model}-{row.size}-{row.schedule}-{'-'.join(map(str, row.shape))}.h5"
         arguments = [str(profile), "--cluster", str(self.directory / "cluster.toml")]
