@@ -9,12 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from pdmpi.runtime.slots import Allocate
+from pdmpi.simulate.costs import BUCKET_BYTES, DEVICE_BUCKET_BYTES
 from pdmpi.transport.base import Request, Transport
 
-__all__ = ["BUCKET_BYTES", "GradientReducer"]
-
-BUCKET_BYTES = 4 << 20
-"""Size at which a bucket is closed; large enough for bandwidth, small enough to leave early."""
+__all__ = ["GradientReducer"]
 
 _ALIGNMENT = 8
 """Elements that gradients in a bucket begin at multiples of, so that kernels read them in wide words."""
@@ -82,9 +80,9 @@ class GradientReducer:
         transport: Transport,
         ranks: Sequence[int],
         allocate: Allocate,
-        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        self._buckets = _fill(list(parameters.values()), bucket_bytes, allocate)
+        limit = DEVICE_BUCKET_BYTES if transport.sums_on_device else BUCKET_BYTES
+        self._buckets = _fill(list(parameters.values()), limit, allocate)
         self._sums = [transport.bind_allreduce(b.bytes, b.dtype, ranks) for b in self._buckets]
         self._armed = False
         self._requests: list[Request] = []

@@ -11,7 +11,8 @@ eagerly, so that libraries and the optimizer have allocated what they keep.
 Memory.  What a forward saves lies in a pool of its saved slot, all else in one scratch pool
 of the rank, so that graphs share memory as far as they are never alive together.
 Gradients that a captured update takes at once stay in the scratch pool; those that wait (for more
-microbatches, or for an update that is not captured) have one fixed place.
+microbatches, or for an update that is not captured) have one fixed place, in one piece: in many they
+would lie in gaps between activations of the first, eager microbatches, and hold the memory around them.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from pdmpi.runtime.capture import Capturer, Draws, Replayable
 from pdmpi.runtime.feed import Batch, Feed
 from pdmpi.runtime.passes import Pass, passes_of
 from pdmpi.runtime.player import Criterion, Player
+from pdmpi.runtime.weights import flat_views
 from pdmpi.schedule.program import NO_SLOT
 
 __all__ = ["GraphedPlayer", "can_capture"]
@@ -272,7 +274,8 @@ class GraphedPlayer(Player):
             self._pools[kept] = self._capturer.new_pool()
         slot, scratch, capture = self._pools[kept], self._capturer.scratch, self._capturer.capture
         if self._keeps_gradients(one) and not self._gradients:
-            self._gradients = {p: torch.zeros_like(p.data) for p in self._trained or ()}
+            trained = self._trained or ()
+            self._gradients = dict(zip(trained, flat_views([p.data for p in trained])[1], strict=True))
         drawing = nullcontext() if self._draws is None else self.module.drawing(self._draws.draw)
         with self._undone(one, k), drawing:
             self._fed[k] = self._static[inputs]

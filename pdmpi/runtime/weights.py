@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from pdmpi.model.precision import is_sixteen_bits
 from pdmpi.runtime.fused_step import fused_step
 
-__all__ = ["WeightRing"]
+__all__ = ["WeightRing", "flat_views"]
 
 _ALIGNMENT_BYTES = 64
 
@@ -35,7 +35,7 @@ def _is_sparse(gradient: Tensor | None) -> bool:
     return gradient is not None and gradient.layout != torch.strided
 
 
-def _flat_views(like: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+def flat_views(like: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """Allocate one flat buffer a dtype and return them with one view a tensor, in order."""
     offsets: list[int] = []
     sizes: dict[torch.dtype, int] = {}
@@ -82,7 +82,7 @@ class WeightRing:
         self._flats: list[list[Tensor]] = []
         self._views: list[list[Tensor]] = []
         for _ in range(num_slots):
-            flats, views = _flat_views(self._own)
+            flats, views = flat_views(self._own)
             self._flats.append(flats)
             self._views.append(views)
         with torch.no_grad():

@@ -12,11 +12,14 @@ from pdmpi.plan.terms import terms_of
 from pdmpi.schedule.program import ALL_STAGES, Channel, Group, Kind, Op, Topology
 from pdmpi.simulate.network import Network
 
-__all__ = ["BUCKET_BYTES", "Costs", "StageCost", "costs_of"]
+__all__ = ["BUCKET_BYTES", "DEVICE_BUCKET_BYTES", "Costs", "StageCost", "costs_of"]
 
 _MIB = 1 << 20
-BUCKET_BYTES = 4 * _MIB
-"""Gradients of a replicated stage are summed in buckets of this size, as the runtime does."""
+BUCKET_BYTES, DEVICE_BUCKET_BYTES = 4 * _MIB, 16 * _MIB
+"""Size at which a bucket of gradients of a replicated stage is closed and summed, by MPI and by NCCL.
+
+Large enough for bandwidth, small enough to leave early; a sum by NCCL takes tens of microseconds to start.
+"""
 _NORM_BYTES = 8
 
 
@@ -82,12 +85,18 @@ class Costs:
         Links between the ranks.
     speeds
         Speed of each rank's device relative to the profiled one.
+    graphed
+        Whether ranks replay CUDA graphs, which hold memory for every saved slot.
+    bucket_bytes
+        Of gradients that are summed together.
     """
 
     stages: tuple[StageCost, ...]
     message_bytes: Mapping[Channel, int]
     network: Network
     speeds: tuple[float, ...]
+    graphed: bool = False
+    bucket_bytes: int = BUCKET_BYTES
 
     @classmethod
     def uniform(
@@ -135,7 +144,7 @@ class Costs:
 
     def buckets(self, stage: int) -> int:
         """Return in how many buckets the gradients of a stage are summed."""
-        return max(1, -(-self.stages[stage].gradient_bytes // BUCKET_BYTES))
+        return max(1, -(-self.stages[stage].gradient_bytes // self.bucket_bytes))
 
 
 def costs_of(plan: Plan) -> Costs:
@@ -160,13 +169,14 @@ def costs_of(plan: Plan) -> Costs:
         message_bytes=sizes,
         network=Network(cluster, devices),
         speeds=tuple(cluster.device(device).relative_speed for device in devices),
+        bucket_bytes=DEVICE_BUCKET_BYTES if plan.profile.machine.get("device") == "cuda" else BUCKET_BYTES,
+        graphed=plan.profile.is_graphed and not terms_of(plan.schedule).splits_backward,
     )
 
 
 def _stage_cost(plan: Plan, stage: StagePlan) -> StageCost:
     profile, choice = plan.profile, plan.schedule
-    terms = terms_of(choice)
-    per_update = terms.microbatches_per_update(choice.microbatches, stage.replicas)
+    per_update = terms_of(choice).microbatches_per_update(choice.microbatches, stage.replicas)
     trained = profile.graph.trained
     positions = [profile.graph.index[name] for name in stage.layers]
     layers = [(trained[i], profile.costs[i]) for i in positions]
@@ -184,5 +194,5 @@ def _stage_cost(plan: Plan, stage: StagePlan) -> StageCost:
         buffer_bytes=sum(cost.buffer_bytes for cost in costs),
         saved_bytes=sum(cost.saved_bytes for cost in costs),
         workspace_bytes=max((cost.workspace_bytes for cost in costs), default=0),
-        graph_bytes=0 if terms.splits_backward else profile.graph_bytes(positions),
+        graph_bytes=profile.graph_bytes(positions),
     )

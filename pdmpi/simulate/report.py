@@ -179,14 +179,16 @@ def memory_of(program: Program, rank: int, costs: Costs) -> dict[str, int]:
     """Return the peak bytes of a rank, by what they are for.
 
     Weight versions and boundary buffers are slots of the program, there from start to end;
-    what autograd saves is counted where most of it is alive; a replicated stage holds its
-    gradients twice (in the buckets that are summed); layers that are not trained have one version.
+    what autograd saves is counted where most of it is alive, or, where CUDA graphs hold it, once a saved
+    slot; a replicated stage holds its gradients twice (in the buckets that are summed); layers that are
+    not trained have one version.
     """
     rows = program.rows[rank]
     parts = dict.fromkeys(
         ("weights", "gradients", "optimizer_state", "buffers", "saved", "graphs", "slots", "workspace"), 0
     )
-    parts["saved"] = int(_saved(rows, costs).max(initial=0))
+    if not costs.graphed:
+        parts["saved"] = int(_saved(rows, costs).max(initial=0))
     grouped = {group.stage for group in program.groups if rank in group.ranks and group.sums_gradients}
     for s, own in enumerate(program.topology.ranks):
         if rank not in own:
@@ -197,7 +199,9 @@ def memory_of(program: Program, rank: int, costs: Costs) -> dict[str, int]:
         parts["gradients"] += stage.gradient_bytes * (2 if s in grouped else 1)
         parts["optimizer_state"] += stage.state_bytes
         parts["buffers"] += stage.buffer_bytes
-        parts["graphs"] += stage.graph_bytes * slots.saved
+        if costs.graphed:
+            parts["saved"] += stage.saved_bytes * slots.saved
+            parts["graphs"] += stage.graph_bytes * slots.saved
         parts["workspace"] = max(parts["workspace"], stage.workspace_bytes)
         for channel, nbytes in costs.message_bytes.items():
             forward = channel.kind == Kind.ACTIVATION

@@ -13,7 +13,7 @@ from pdmpi.plan.plan import ScheduleChoice
 from pdmpi.plan.profile import CUDA_GRAPHS
 from pdmpi.schedule.program import Channel, Kind, Op, Topology
 from pdmpi.schedule.registry import generate
-from pdmpi.simulate.costs import BUCKET_BYTES, Costs, costs_of
+from pdmpi.simulate.costs import Costs, costs_of
 from pdmpi.simulate.engine import simulate
 from pdmpi.simulate.forecast import forecast
 from pdmpi.simulate.report import memory_of, summarise
@@ -68,11 +68,6 @@ def test_a_slow_device_slows_its_rank() -> None:
     kinds = (Device(relative_speed=1.0), Device(relative_speed=0.5))
     costs = costs_of(replace(plan, cluster=replace(plan.cluster, devices=kinds)))
     assert costs.compute_s(Op.FORWARD, 1, 1) == 2 * costs.compute_s(Op.FORWARD, 0, 0)
-
-
-def test_buckets_are_those_of_the_runtime() -> None:
-    gradients = pytest.importorskip("pdmpi.runtime.gradients", reason="the runtime needs torch")
-    assert gradients.BUCKET_BYTES == BUCKET_BYTES
 
 
 def test_a_balanced_pipeline_is_busy_in_the_steady_state() -> None:
@@ -134,6 +129,16 @@ def test_graphs_hold_what_a_forward_needs_with_every_saved_slot() -> None:
     assert [p["graphs"] for p in parts("no", 700, flush)] == [0, 0]
     assert [p["graphs"] for p in parts("yes", 700, replace(flush, name="zb-h1"))] == [0, 0]
     assert [p["graphs"] for p in parts("yes", 700, replace(flush, recompute="always"))] == [700, 700]
+
+
+def test_graphs_hold_saved_slots_that_are_never_full_together() -> None:
+    topology = Topology(((0,), (1,)) * 2, ((0, 1), (1, 2), (2, 3)))
+    program = generate(ScheduleChoice(name="interleaved", microbatches=8), topology, 1)
+    costs = Costs.uniform(topology)
+    costs = replace(costs, stages=tuple(replace(s, saved_bytes=100) for s in costs.stages))
+    assert [program.slots[s].saved for s in (1, 3)] == [3, 1]
+    assert memory_of(program, 1, costs)["saved"] == 300
+    assert memory_of(program, 1, replace(costs, graphed=True))["saved"] == 400
 
 
 def test_memory_of_weights_gradients_and_slots() -> None:

@@ -122,7 +122,7 @@ class Bench:
             position = trainer.epoch(position)
         timeline = trainer.timeline()
         allocated = torch.cuda.max_memory_allocated()
-        mine = json.dumps([self._memory(trainer), self._graphs(trainer), allocated]).encode()
+        mine = json.dumps([self._memory(), self._graphs(trainer), allocated]).encode()
         everyone = [json.loads(part) for part in self.transport.gather(mine)]
         trainer.close()
         if timeline is None:
@@ -146,13 +146,9 @@ class Bench:
             "notices": listener.notices,
         }  # fmt: skip
 
-    def _memory(self, trainer: Trainer) -> int:
-        regions = 0
-        for player in trainer.rank.players.values():
-            boundary = player.boundary
-            for kind in (boundary.inputs, boundary.outputs, boundary.grad_inputs, boundary.grad_outputs):
-                regions += sum(region.bytes.nbytes for of in kind.values() for region in of)
-        return int(torch.cuda.max_memory_reserved()) + regions
+    def _memory(self) -> int:
+        """Return the most that torch held, and what boundaries and buckets of gradients hold beside it."""
+        return int(torch.cuda.max_memory_reserved()) + int(self.transport._memory.used_bytes())
 
     def _graphs(self, trainer: Trainer) -> str:
         players = trainer.rank.players.values()
