@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -90,7 +91,7 @@ def open_on(
 
     on_device, notes = open_cuda_transport(
         stall_timeout_s,
-        compute_stream=lambda: torch.cuda.current_stream().cuda_stream,
+        compute_stream=partial(torch._C._cuda_getCurrentRawStream, chosen),  # the public way takes 8 µs
         ucx=ucx,
         num_devices=num_devices,
         device=moving.device,

@@ -32,7 +32,7 @@ _NCCL_TYPES = {
 }  # fmt: skip
 """``ncclDataType_t`` of nccl.h; CuPy has no name for bfloat16 in every version."""
 
-_SPIN_S, _MAX_SLEEP_S = 20e-3, 50e-6
+_BURST, _SPIN_S, _MAX_SLEEP_S = 16, 20e-3, 50e-6
 """A rank that drives a GPU has a core to spare, and its messages take tens of microseconds.
 
 A sleep of 20 µs takes 70 (the kernel's timer slack), and a message of 256 MiB moves in 700.
@@ -65,8 +65,8 @@ class CudaTransport(MpiTransport):
     stall_timeout_s
         Longest wait for one transfer, in seconds.
     compute_stream
-        Returns the pointer of the stream that computes
-        (``lambda: torch.cuda.current_stream().cuda_stream``).
+        Returns the pointer of the stream that computes, as ``torch.cuda.current_stream().cuda_stream``.
+        Every message asks for it.
     aware
         Whether MPI takes device memory (`probe_awareness`).
     use_nccl
@@ -83,7 +83,9 @@ class CudaTransport(MpiTransport):
         use_nccl: bool = True,
     ) -> None:
         device = cupy.cuda.Device()
-        super().__init__(stall_timeout_s, on_thread=device.use, spin_s=_SPIN_S, max_sleep_s=_MAX_SLEEP_S)
+        super().__init__(
+            stall_timeout_s, burst=_BURST, on_thread=device.use, spin_s=_SPIN_S, max_sleep_s=_MAX_SLEEP_S
+        )
         self._compute_stream = compute_stream
         self._streams_by_pointer: dict[int, Any] = {}
         self._aware = aware

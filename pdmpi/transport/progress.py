@@ -24,8 +24,6 @@ _ASIDE_FACTOR = 4
 look a request was on its way and nobody waited; the longer it has found otherwise, the later, up to half a
 millisecond.  Further looks are rarer and rarer, down to once in so many longest sleeps of a wait.  Each
 takes the interpreter from the first thread."""
-_BURST = 16
-"""Tests between two looks at the clock while a wait spins: a look takes as long as a test."""
 _BACKOFF = 0.02
 """A wait sleeps for this part of the time that it has waited: a message over TCP takes hundreds of steps."""
 _MOVING_S = 10e-6
@@ -124,11 +122,9 @@ class Progress:
 
     def _poll(self, test: Callable[[], bool], stalled: Callable[[], PdmpiError], limit_s: float) -> None:
         begin = time.monotonic()
-        tests = range(_BURST)
         while True:
-            for _ in tests:
-                if test():
-                    return
+            if test():
+                return
             if self._failure is not None:
                 raise self._failure
             waited = time.monotonic() - begin
@@ -136,7 +132,6 @@ class Progress:
                 continue
             if waited > limit_s:
                 raise stalled()
-            tests = range(1)
             time.sleep(min(max(_BACKOFF * waited, _MIN_SLEEP_S), self._max_sleep_s))
 
     def _run(self) -> None:
