@@ -11,7 +11,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -106,6 +106,7 @@ def profile_model(
     loss = load_factory(config.loss.factory)(**config.loss.args)
     target = cast_floating(target, dtype, place)
     values = traced.flatten(cast_floating(source, dtype, place))
+    arriving = _arriving_bytes(traced.flatten(source), values) if place.type == "cuda" else {}
     samples: dict[str, LayerSample] = {}
     graphed = True
     saved, clock, done = SavedBytes(traced), Clock(place), 0
@@ -131,7 +132,10 @@ def profile_model(
         facts = {CUDA_GRAPHS: "yes" if graphed else "no"} if clock.on_cuda else {}
         overhead = _overhead(clock, place)
         owned = _OwnedBytes(traced)
-        costs = tuple(_cost(layer, samples.get(layer.name), owned, overhead) for layer in traced.graph.layers)
+        costs = tuple(
+            _cost(layer, samples.get(layer.name), owned, overhead, arriving.get(layer.name, 0))
+            for layer in traced.graph.layers
+        )
         update = update_costs(config, clock, place, sum(cost.parameter_bytes for cost in costs))
     return Profile(
         graph=traced.graph,
@@ -176,12 +180,29 @@ def _repeat(step: Step, saved: SavedBytes, repeats: int, budget_s: float, graphs
             return
 
 
+def _arriving_bytes(given: Mapping[Ref, Tensor], cast: Mapping[Ref, Tensor]) -> dict[str, int]:
+    """Return what each input takes on a GPU before it lies where the stage reads it, by its layer.
+
+    A batch arrives as it is ``given`` and is cast there.
+    """
+    return {
+        ref.layer: tensor.nbytes + (cast[ref].nbytes if cast[ref].dtype != tensor.dtype else 0)
+        for ref, tensor in given.items()
+    }
+
+
 def _cost(
-    layer: Layer, sample: LayerSample | None, owned: _OwnedBytes, overhead: tuple[float, float]
+    layer: Layer,
+    sample: LayerSample | None,
+    owned: _OwnedBytes,
+    overhead: tuple[float, float],
+    arriving_bytes: int,
 ) -> LayerCost:
     output_bytes = sum(spec.nbytes for spec in layer.outputs)
     if sample is None:
-        return LayerCost(forward_s=0.0, backward_s=0.0, output_bytes=output_bytes)
+        return LayerCost(
+            forward_s=0.0, backward_s=0.0, output_bytes=output_bytes, buffer_bytes=arriving_bytes
+        )
     parameter_bytes, buffer_bytes = owned.of(layer.name)
     return LayerCost(
         forward_s=max(0.0, statistics.median(sample.forward_s) - overhead[0]),

@@ -25,7 +25,7 @@ class LayerCost:
     output_bytes
         Bytes of all its outputs together: what a cut behind it would move.
     parameter_bytes, buffer_bytes
-        Bytes of the parameters and buffers that it owns.
+        Bytes of the parameters and buffers that it owns; of an input, what a batch takes that arrives.
     saved_bytes
         Bytes that autograd keeps from its forward to its backward.
     workspace_bytes

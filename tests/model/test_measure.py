@@ -17,8 +17,10 @@ from pdmpi.cli.profile import command
 from pdmpi.config.load import parse_config
 from pdmpi.config.run import ModelConfig, RunConfig
 from pdmpi.errors import InputError
+from pdmpi.graph import Ref
 from pdmpi.graph.graph import INPUT
 from pdmpi.model.build import build_stage
+from pdmpi.model.measure import _arriving_bytes
 from pdmpi.model.trace import trace_model
 from pdmpi.plan.store import load_profile
 from pdmpi.runtime.profiling import profile_run
@@ -172,3 +174,10 @@ def test_the_command_writes_what_it_prints(tmp_path: Path) -> None:
     again = CliRunner().invoke(command, args)
     assert isinstance(again.exception, InputError)
     assert "--force" in str(again.exception)
+
+
+def test_a_batch_is_counted_as_it_arrives_and_as_it_is_cast() -> None:
+    words, pictures = Ref("words"), Ref("pictures")
+    given = {words: torch.zeros(6, 10, dtype=torch.long), pictures: torch.zeros(6, 4)}
+    cast = {words: given[words], pictures: given[pictures].bfloat16()}
+    assert _arriving_bytes(given, cast) == {"words": 6 * 10 * 8, "pictures": 6 * 4 * (4 + 2)}
