@@ -7,8 +7,8 @@ different times, agree on it, and a resumed run needs nothing but its position.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Mapping
+import inspect
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -34,6 +34,10 @@ _CLASSES: dict[str, type[lr_scheduler.LRScheduler]] = {
     for name, found in vars(lr_scheduler).items()
     if isinstance(found, type) and issubclass(found, lr_scheduler.LRScheduler) and name not in _WANT_MORE
 }
+_SETTING = ("CyclicLR", "OneCycleLR")
+"""Those that set rates themselves, and momentum too."""
+_TRIED = 1000
+"""Steps of each turn that are tried beforehand."""
 
 
 class LrSchedule:
@@ -42,25 +46,11 @@ class LrSchedule:
     Parameters
     ----------
     config
-        Optimizer, groups and schedulers.
-
-    Raises
-    ------
-    InputError
-        For an unknown scheduler, arguments that it does not take, or turns of no length.
+        Optimizer, groups and schedulers, as `lr_schedule_problems` passed them.
     """
 
     def __init__(self, config: OptimizerConfig) -> None:
         self._config = config
-        last = len(config.lr_schedulers) - 1
-        for i, turn in enumerate(config.lr_schedulers):
-            if (turn.length is None) != (i == last):
-                raise InputError(
-                    f"[[optimizer.lr_schedulers]] {turn.name} is the last one and goes on to the end; leave "
-                    "its length out"
-                    if i == last
-                    else f"[[optimizer.lr_schedulers]] {turn.name} is followed by another; set its length"
-                )
         self._turn, self._began = 0, 0
         self._optimizer, self._scheduler = self._start(0)
 
@@ -73,18 +63,18 @@ class LrSchedule:
         while (length := turns[self._turn].length) is not None and step >= self._began + length:
             self._turn, self._began = self._turn + 1, self._began + length
             self._optimizer, self._scheduler = self._start(self._turn)
-        with warnings.catch_warnings():  # that its optimizer does not step
-            warnings.simplefilter("ignore")
-            for _ in range(self._scheduler.last_epoch, step - self._began):
-                self._scheduler.step()
+        own = step - self._began
+        total = _total_steps(self._scheduler)
+        for _ in range(self._scheduler.last_epoch, own if total is None else min(own, total - 1)):
+            self._scheduler.step()
         return [{k: g[k] for k in _KNOBS if k in g} for g in self._optimizer.param_groups]
 
-    def problems(self, steps: int) -> list[str]:
+    def ends_early(self, steps: int) -> list[str]:
         """Return which schedulers end before a run of so many steps does."""
         problems, left = [], steps
         for i, turn in enumerate(self._config.lr_schedulers):
             taken = min(left, turn.length or left)
-            ends = getattr(self._start(i)[1], "total_steps", None)
+            ends = _total_steps(self._start(i)[1])
             if ends is not None and ends < taken:
                 problems.append(
                     f"[[optimizer.lr_schedulers]] {turn.name} ends after {ends} steps, the run has {taken} "
@@ -95,38 +85,85 @@ class LrSchedule:
 
     def _start(self, turn: int) -> tuple[torch.optim.Optimizer, lr_scheduler.LRScheduler]:
         """Return the scheduler of a turn at its first step, and what it steps."""
-        asked = self._config.lr_schedulers[turn]
         plain = self._config.model_copy(update={"args": _knobs(self._config.args)})
         groups = [{}, *(_knobs(group.args) for group in self._config.groups)]
         optimizer = make_optimizer(
             plain, [{"params": [nn.Parameter(torch.zeros(1))], **group} for group in groups]
         )
-        return optimizer, _made(asked, optimizer)
+        scheduler = _made(self._config.lr_schedulers[turn], optimizer)
+        optimizer.step()  # torch warns of schedulers that are ahead of their optimizer
+        return optimizer, scheduler
+
+
+def lr_schedule_problems(config: OptimizerConfig) -> list[str]:
+    """Return what is wrong with the schedulers of a configuration, a line each."""
+    turns = config.lr_schedulers
+    problems = [
+        f"[[optimizer.lr_schedulers]] {problem}"
+        for i, turn in enumerate(turns)
+        for problem in _problems(config, turn, last=i == len(turns) - 1)
+    ]
+    if problems or not turns:
+        return problems
+    try:
+        schedule, began = LrSchedule(config), 0
+        for turn in turns:
+            for step in range(min(turn.length or _TRIED, _TRIED)):
+                schedule.at(began + step)
+            began += turn.length or 0
+    except InputError as error:
+        return [str(error)]
+    except Exception as error:  # whatever torch does with these arguments
+        return [f"[[optimizer.lr_schedulers]] do not work: {type(error).__name__}: {error}"]
+    return []
+
+
+def _problems(config: OptimizerConfig, turn: LrSchedulerConfig, *, last: bool) -> Iterator[str]:
+    """Yield what is wrong with one of the turns, beside what torch itself refuses."""
+    if last and turn.length is not None:
+        yield f"{turn.name} is the last one and goes on to the end; leave its length out"
+    if not last and turn.length is None:
+        yield f"{turn.name} is followed by another; set its length"
+    if turn.name not in _CLASSES:
+        yield (
+            f"name = {turn.name!r} is no scheduler of torch.optim.lr_scheduler that needs numbers alone"
+            + nearest(turn.name, _CLASSES.keys())
+        )
+        return
+    known = inspect.signature(_CLASSES[turn.name]).parameters
+    for key, value in turn.args.items():
+        if key == "last_epoch":
+            yield f"{turn.name}: the run's position sets last_epoch; leave it out"
+        elif isinstance(value, str) and key in known and not isinstance(known[key].default, str):
+            yield f"{turn.name}: {key} = {value!r} is no number"
+        elif isinstance(value, list) and not all(isinstance(v, (int, float)) for v in value):
+            yield f"{turn.name}: {key} = {value} holds more than numbers"
+    if turn.name not in _SETTING:
+        return
+    own = [group for group in config.groups if "lr" in group.args]
+    if own and not isinstance(turn.args.get("max_lr"), list):
+        yield (
+            f"{turn.name} gives all groups one rate, but [[optimizer.groups]] {list(own[0].match)} has its "
+            f"own; set max_lr to {1 + len(config.groups)} rates, the first for parameters in no group"
+        )
+    if turn.args.get("cycle_momentum", True) and config.name == "SGD" and not config.args.get("momentum"):
+        yield f"{turn.name} would give SGD a momentum; set cycle_momentum = false, or a momentum"
 
 
 def _knobs(args: Mapping[str, Any]) -> dict[str, Any]:
     return {key: args[key] for key in _KNOBS if key in args}
 
 
+def _total_steps(scheduler: lr_scheduler.LRScheduler) -> int | None:
+    """Return the steps after which a scheduler cannot be asked again, if there is an end."""
+    total: int | None = getattr(scheduler, "total_steps", None)
+    return total
+
+
 def _made(asked: LrSchedulerConfig, optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
-    if asked.name not in _CLASSES:
-        raise InputError(
-            f"[[optimizer.lr_schedulers]] name = {asked.name!r} is no scheduler of torch.optim.lr_scheduler "
-            "that needs numbers alone" + nearest(asked.name, _CLASSES.keys())
-        )
     try:
         return _CLASSES[asked.name](optimizer, **asked.args)
-    except (TypeError, ValueError, ZeroDivisionError) as error:
+    except (TypeError, ValueError, ArithmeticError) as error:
         raise InputError(
             f"[[optimizer.lr_schedulers]] {asked.name} does not work with args = {asked.args}: {error}"
         ) from error
-
-
-def lr_schedule_problems(config: OptimizerConfig, steps: int) -> list[str]:
-    """Return what is wrong with the schedulers of a run of so many steps."""
-    if not config.lr_schedulers:
-        return []
-    try:
-        return LrSchedule(config).problems(steps)
-    except InputError as error:
-        return [str(error)]

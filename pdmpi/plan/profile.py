@@ -32,7 +32,9 @@ class LayerCost:
         Most bytes beyond all of these while it runs: what it allocates, and gradients that wait (an
         upper bound: those that come from another stage lie in a slot).
     forward_workspace_bytes
-        The same, of its forward alone.
+        Most bytes that there are while its forward runs, beyond what autograd saves of it and of the layers
+        before: what it allocates, and values that it or later layers still read (an upper bound: some may
+        lie in another stage).
     """
 
     forward_s: float

@@ -1,7 +1,8 @@
 """Forwards at predicted weights, which soften their staleness.
 
 A forward that reads version t for an update that reads version t + s uses w[t] - s lr v, where lr v,
-with v the momentum buffer, is what SGD with momentum subtracts in one step: SpecTrain (Chen, Yang and
+with v the momentum buffer and lr the next update's rate, is what SGD with momentum subtracts in one step
+(where rates change from one to the next, s times it is near to that): SpecTrain (Chen, Yang and
 Cheng, 2018, arXiv:1809.02839, equation 4).  SpecTrain predicts anew for the backward; here the
 backward, and a recomputation, use the very weights of the forward, as weight stashing wants.
 """

@@ -4,7 +4,8 @@ A stage with lag L (`pdmpi.schedule.staleness`) steps w[t+1] = w[t] - lr[t] g(w[
 
 Warm-up.  lr[t] is divided by (L + 1)^(1 - min(t / K, 1)) over the first K updates of a run: PipeMare's
 first technique (Yang et al., MLSys 2021, arXiv:1910.05124, section 3.1, "learning rate rescheduling").
-PipeMare divides by its delay in slots; L + 1 leaves a stage without lag alone.
+PipeMare divides by its delay in slots; L + 1 leaves a stage without lag alone.  t counts all updates of
+the run, as the present plan would have made them.
 """
 
 from __future__ import annotations
@@ -56,13 +57,14 @@ class Rates:
         self._per_update = microbatches_per_update
         self._lag = lag
         self._warmup = warmup
-        self._updates = 0
-        self._epoch = 0
+        self._first, self._updates, self._epoch = 0, 0, 0
 
     def begin(self, first: int, epoch: int) -> None:
-        """Start a program after ``first`` microbatches of the run, so that a resumed run goes on alike."""
-        self._updates = first // self._per_update
-        self._epoch = epoch
+        """Start a program after ``first`` microbatches of the run, so that a resumed run goes on alike.
+
+        They need be no whole updates: the plan may have been another.
+        """
+        self._first, self._updates, self._epoch = first, 0, epoch
 
     def next(self) -> list[float]:
         """Return the learning rate of each group in the update that follows."""
@@ -77,7 +79,8 @@ class Rates:
     def _set(self) -> None:
         factor = 1.0
         if self._warmup:
-            factor = float((self._lag + 1) ** (min(self._updates / self._warmup, 1.0) - 1.0))
+            made = self._first // self._per_update + self._updates
+            factor = float((self._lag + 1) ** (min(made / self._warmup, 1.0) - 1.0))
         if self._schedule is None:
             for group, rate in zip(self._groups, self._given, strict=True):
                 group["lr"] = rate * factor
@@ -89,7 +92,7 @@ class Rates:
 
     def _minibatches(self) -> int:
         """Return the minibatches of the run before the update that follows."""
-        return self._updates * self._per_update // self._microbatches
+        return (self._first + self._updates * self._per_update) // self._microbatches
 
 
 def changes_rates(config: RunConfig) -> bool:

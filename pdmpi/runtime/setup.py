@@ -19,6 +19,7 @@ from pdmpi.graph.graph import INPUT
 from pdmpi.model.build import build_stage
 from pdmpi.model.example import dtype_of, example_batch, microbatch_size
 from pdmpi.model.factory import load_factory
+from pdmpi.model.lr_schedule import lr_schedule_problems
 from pdmpi.model.optimizer import check_optimizer, make_optimizer, parameter_groups
 from pdmpi.model.trace import TracedModel, trace_model
 from pdmpi.plan.plan import Plan, ScheduleChoice
@@ -163,6 +164,7 @@ def check_fit(config: RunConfig, plan: Plan, traced: TracedModel, num_ranks: int
             *limit_problems(config),
             *_normalisation_problems(config, plan, traced),
             *check_optimizer(config.optimizer, names),
+            *lr_schedule_problems(config.optimizer),
         ]
     )
 

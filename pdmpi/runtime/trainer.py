@@ -17,7 +17,7 @@ from pdmpi.config.run import RunConfig
 from pdmpi.errors import InputError
 from pdmpi.model.example import dtype_of, microbatch_size
 from pdmpi.model.factory import load_factory
-from pdmpi.model.lr_schedule import lr_schedule_problems
+from pdmpi.model.lr_schedule import LrSchedule
 from pdmpi.plan.plan import Plan
 from pdmpi.runtime.clock import DeviceClock
 from pdmpi.runtime.evaluation import Score, Scorer, score_problems
@@ -135,8 +135,9 @@ class Trainer:
         self._quantum = quantum_of(plan.schedule, self._topology)
         self._check_steps()
         self.minibatches = self._minibatches_of_epoch()
-        length = self.epochs if config.optimizer.lr_interval == "epoch" else self._total()
-        InputError.collect(lr_schedule_problems(config.optimizer, length))
+        if config.optimizer.lr_schedulers:
+            steps = self.epochs if config.optimizer.lr_interval == "epoch" else self._total()
+            InputError.collect(LrSchedule(config.optimizer).ends_early(steps))
         if transport.rank == 0:
             for line in limit_notes(config, plan):
                 listener.notice(line)

@@ -86,9 +86,10 @@ class Costs:
     speeds
         Speed of each rank's device relative to the profiled one.
     graphed
-        Whether ranks replay CUDA graphs, which hold memory for every saved slot.
+        Whether ranks replay CUDA graphs, which hold memory for every saved slot.  Taken from the profile: a
+        run whose options keep its stages eager takes less.
     bucket_bytes
-        Of gradients that are summed together.
+        Of gradients that are summed together; on GPUs taken to be summed by NCCL.
     """
 
     stages: tuple[StageCost, ...]

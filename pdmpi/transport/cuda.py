@@ -100,6 +100,11 @@ class CudaTransport(MpiTransport):
         """Whether NCCL sums."""
         return self._use_nccl
 
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of `allocate` that are in use."""
+        return int(self._memory.used_bytes())
+
     def compute(self) -> Any:
         """Return the stream that computes now."""
         pointer = self._compute_stream()

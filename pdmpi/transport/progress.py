@@ -76,7 +76,7 @@ class Progress:
         """Count a request that was started."""
         self._outstanding += 1
         self._sleep_s = self._first_sleep_s
-        if self._parked:
+        if self._parked:  # set before the thread looks at the count, which is set before this: one sees it
             self._parked = False
             self._wanted.set()
 

@@ -57,13 +57,14 @@ GROUPS = [
 
 
 @pytest.mark.parametrize("name", ["SGD", "AdamW"])
-def test_groups_and_clipping_under_another_plan(name: str, tmp_path: Path) -> None:
+def test_groups_clipping_and_rates_under_another_plan(name: str, tmp_path: Path) -> None:
     args = {"lr": 0.05, "weight_decay": 0.01, **({"momentum": 0.9} if name == "SGD" else {})}
-    optimizer = {"name": name, "args": args, "groups": GROUPS, "clip_norm": 0.7}
+    decay = {"name": "ExponentialLR", "args": {"gamma": 0.8}}
+    optimizer = {"name": name, "args": args, "groups": GROUPS, "clip_norm": 0.7, "lr_schedulers": [decay]}
     run(configured(optimizer, steps=2), [1, 1], tmp_path)
     config = configured(optimizer, steps=4)
     trainers = run(config, [1, 2, 1], tmp_path)
-    expected = replay(config, make_plan(config, [1]), [4])
+    expected = replay(config, make_plan(config, [1]), [4], factor=lambda minibatch: 0.8**minibatch)
     for rank, trainer in enumerate(trainers):
         found = {n: t for n, t in state_of(trainer).items() if "running" not in n and "tracked" not in n}
         assert_same(found, expected, f"on rank {rank}")

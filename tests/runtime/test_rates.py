@@ -13,6 +13,7 @@ from harness import (
     make_plan,
     run_config,
     serialise_forwards,
+    traced,
     train_local,
     train_rank,
 )
@@ -26,6 +27,7 @@ from pdmpi.config.run import OptimizerConfig, RunConfig
 from pdmpi.errors import InputError
 from pdmpi.model.lr_schedule import LrSchedule, lr_schedule_problems
 from pdmpi.runtime.rates import Rates
+from pdmpi.runtime.setup import check_fit
 from pdmpi.transport.local import LocalWorld
 
 WARMUP, DECAY = 4, 11
@@ -151,16 +153,59 @@ def test_epochs_and_where_a_run_goes_on() -> None:
         assert optimizer.param_groups[0]["lr"] == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_a_run_goes_on_under_any_plan(replicas: int) -> None:
+    """After 5 minibatches, which fill no round of 2 or 3 replicas, each update is at its first minibatch."""
+    rising = {"name": "LinearLR", "args": {"start_factor": 0.1, "total_iters": 9}}
+    optimizer = torch.optim.SGD([{"params": [nn.Parameter(torch.zeros(1))], "index": 0}], lr=1.0)
+    config = optimizer_config(rising, args={"lr": 1.0})
+    rates = Rates(optimizer, config, microbatches=4, microbatches_per_update=4 * replicas, lag=0, warmup=0)
+    rates.begin(4 * 5, 0)
+    for update in range(2):
+        rates.step()
+        expected = min(0.1 * (1 + 5 + replicas * update), 1.0)
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(expected)
+
+
+def test_a_cycle_that_is_over_stays_at_its_end() -> None:
+    cycle = {"name": "OneCycleLR", "args": {"max_lr": 1.0, "total_steps": 9}}
+    schedule = LrSchedule(optimizer_config(cycle, args={"lr": 0.1, "momentum": 0.9}))
+    assert schedule.at(12) == schedule.at(8)
+    assert schedule.ends_early(9) == []
+    assert "ends after 9 steps, the run has 10 for it" in schedule.ends_early(10)[0]
+
+
 @pytest.mark.parametrize(("turns", "text"), [
     ([{"name": "CosinAnnealingLR"}], "name = 'CosinAnnealingLR' is no scheduler .* did you mean 'CosineAnn"),
     ([{"name": "LambdaLR"}], "'LambdaLR' is no scheduler of torch.optim.lr_scheduler that needs numbers"),
     ([{"name": "StepLR"}], "StepLR does not work with args = {}: .*step_size"),
     ([{"name": "StepLR", "args": {"step_size": 1}}] * 2, "StepLR is followed by another; set its length"),
     ([{"name": "StepLR", "args": {"step_size": 1}, "length": 3}], "is the last one .* leave its length out"),
+    ([{"name": "StepLR", "args": {"step_size": 0}}], "do not work: ZeroDivisionError"),
+    ([{"name": "StepLR", "args": {"step_size": "a"}}], "StepLR: step_size = 'a' is no number"),
+    ([{"name": "ExponentialLR", "args": {"gamma": "x"}}], "ExponentialLR: gamma = 'x' is no number"),
+    ([{"name": "CosineAnnealingLR", "args": {"T_max": 0}}], "do not work: ZeroDivisionError"),
+    ([{"name": "MultiStepLR", "args": {"milestones": "ab"}}], "milestones = 'ab' is no number"),
+    ([{"name": "MultiStepLR", "args": {"milestones": ["a"]}}], "milestones = .* holds more than numbers"),
+    ([{"name": "StepLR", "args": {"step_size": 1, "last_epoch": 3}}], "the run's position sets last_epoch"),
     ([{"name": "OneCycleLR", "args": {"max_lr": 1.0, "total_steps": 9}}],
-     "OneCycleLR ends after 9 steps, the run has 10 for it .* set total_steps = 10"),
+     "gives all groups one rate, but .* has its own; set max_lr to 2 rates"),
 ])  # fmt: skip
 def test_what_cannot_work_is_refused(turns: list[dict[str, Any]], text: str) -> None:
-    config = optimizer_config(*turns, args={"lr": 0.1, "momentum": 0.9})
+    config = optimizer_config(*turns, args={"lr": 0.1, "momentum": 0.9}, groups=GROUPS)
     with pytest.raises(InputError, match=text):
-        InputError.collect(lr_schedule_problems(config, 10))
+        InputError.collect(lr_schedule_problems(config))
+
+
+def test_a_momentum_that_nobody_asked_for_is_refused() -> None:
+    cycle = {"name": "OneCycleLR", "args": {"max_lr": [1.0, 0.2], "total_steps": 9}}
+    config = optimizer_config(cycle, args={"lr": 0.1}, groups=GROUPS)
+    assert "set cycle_momentum = false" in lr_schedule_problems(config)[0]
+    plain = {**cycle, "args": {**cycle["args"], "cycle_momentum": False}}
+    assert not lr_schedule_problems(optimizer_config(plain, args={"lr": 0.1}, groups=GROUPS))
+
+
+def test_they_are_refused_beside_all_else_that_does_not_fit() -> None:
+    config = scheduled(run_config("conv"), lr_schedulers=[{"name": "StepLR"}])
+    with pytest.raises(InputError, match="StepLR does not work"):
+        check_fit(config, make_plan(config, [1, 1]), traced(config), 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from small_plans import LAYER_BYTES, MICROBATCH, SPEC, small_plan
@@ -68,6 +69,25 @@ def test_a_slow_device_slows_its_rank() -> None:
     kinds = (Device(relative_speed=1.0), Device(relative_speed=0.5))
     costs = costs_of(replace(plan, cluster=replace(plan.cluster, devices=kinds)))
     assert costs.compute_s(Op.FORWARD, 1, 1) == 2 * costs.compute_s(Op.FORWARD, 0, 0)
+
+
+@pytest.mark.parametrize(("device", "on_device"), [("cpu", False), ("cuda", True)])
+def test_buckets_are_those_of_the_runtime(device: str, on_device: bool) -> None:
+    torch = pytest.importorskip("torch", reason="the runtime needs torch")
+    from pdmpi.runtime.gradients import GradientReducer
+    from pdmpi.runtime.slots import host_memory
+
+    plan = small_plan(2)
+    profile = replace(plan.profile, machine={"device": device})
+    costs = costs_of(replace(plan, profile=profile))
+    costs = replace(costs, stages=(replace(costs.stages[0], gradient_bytes=48 << 20),))
+    sums: list[int] = []
+    transport = SimpleNamespace(
+        sums_on_device=on_device, bind_allreduce=lambda buffer, *_: sums.append(buffer.nbytes)
+    )
+    weights = {str(i): torch.nn.Parameter(torch.zeros(1 << 18)) for i in range(48)}
+    GradientReducer(weights, transport, [0, 1], host_memory)
+    assert len(sums) == costs.buckets(0) == (3 if on_device else 12)
 
 
 def test_a_balanced_pipeline_is_busy_in_the_steady_state() -> None:

@@ -148,7 +148,7 @@ class Bench:
 
     def _memory(self) -> int:
         """Return the most that torch held, and what boundaries and buckets of gradients hold beside it."""
-        return int(torch.cuda.max_memory_reserved()) + int(self.transport._memory.used_bytes())
+        return int(torch.cuda.max_memory_reserved()) + self.transport.device_bytes
 
     def _graphs(self, trainer: Trainer) -> str:
         players = trainer.rank.players.values()
