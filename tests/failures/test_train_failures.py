@@ -51,6 +51,23 @@ def is_in_a_program(pid: int) -> bool:
         return " in instruction " in instruction_at(file.fileno(), list(TEMPLATES))
 
 
+def hits_while_others_wait(pids: list[int], number: int) -> bool:
+    """Send a signal to rank 2 in a program; say whether its neighbours, who are to be told of, are in it too.
+
+    Nobody waits for a program's last update: who is stopped in that goes on, to be stopped elsewhere.
+    """
+    if not all(map(is_in_a_program, pids)):
+        return False
+    os.kill(pids[2], number)
+    if number != signal.SIGSTOP:
+        return True
+    time.sleep(1.0)
+    if all(map(is_in_a_program, pids)):
+        return True
+    os.kill(pids[2], signal.SIGCONT)
+    return False
+
+
 def run_and_hit(files: Path, run_dir: Path, mpi: str, number: int) -> tuple[int, str]:
     """Send a signal to rank 2 once the run trains; return the exit code and stderr."""
     arguments = [*PDMPI, "train", files / "run.toml", "--plan", files / "2-1.h5", "--run-dir", run_dir]
@@ -60,14 +77,13 @@ def run_and_hit(files: Path, run_dir: Path, mpi: str, number: int) -> tuple[int,
         deadline = begin + 600
         metrics = run_dir / "metrics.jsonl"
         pids: list[int] = []
-        while not (pids and all(map(is_in_a_program, pids))):  # its neighbours too, who are to be told of
+        while not (pids and hits_while_others_wait(pids, number)):
             assert job.poll() is None, job.communicate()
             assert time.monotonic() < deadline
             if metrics.exists() and metrics.stat().st_size > 1000:
                 pids = pids or [pid_of(rank, run_dir) for rank in range(3)]
             time.sleep(0.01 if pids else 0.1)
         limit_s = LIMIT_S + time.monotonic() - begin  # a machine that starts slowly ends slowly
-        os.kill(pids[2], number)
         _, stderr = job.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
         pytest.fail(f"still running {limit_s:.1f} s after signal {number}")
