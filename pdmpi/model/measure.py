@@ -11,10 +11,11 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,8 @@ from pdmpi.errors import InputError
 from pdmpi.graph import Layer, Ref
 from pdmpi.graph.graph import INPUT
 from pdmpi.model.build import build_stage
+from pdmpi.model.compiled import no_compiler_for
+from pdmpi.model.compiled_costs import shared_out
 from pdmpi.model.example import cast_floating, dtype_of, example_batch, microbatch_size
 from pdmpi.model.factory import load_factory
 from pdmpi.model.precision import autocasting
@@ -103,28 +106,36 @@ def profile_model(
         raise InputError(
             f"[model] factory {config.model.factory!r} has no parameters; there is nothing to train"
         )
+    if config.runtime.compile and (why := no_compiler_for(place)):
+        raise InputError(f"[runtime] compile = true, but {why}; set it to false")
     loss = load_factory(config.loss.factory)(**config.loss.args)
     target = cast_floating(target, dtype, place)
     values = traced.flatten(cast_floating(source, dtype, place))
     arriving = _arriving_bytes(traced.flatten(source), values) if place.type == "cuda" else {}
     samples: dict[str, LayerSample] = {}
+    wholes: list[tuple[list[Layer], LayerSample]] = []
     graphed = True
     saved, clock, done = SavedBytes(traced), Clock(place), 0
     room = _free_bytes(place) // 2 if memory_bytes is None else memory_bytes
     with torch_threads(config.train.threads), _own_stream(place):
         for chunk in _chunks(traced, layers, room):
-            last = chunk[-1] is layers[-1]
-            stages = {
-                layer.name: build_stage(traced, [layer.name], device=place, last=False) for layer in chunk
-            }
-            criterion = (lambda output: loss(output, target)) if last else None
-            step = Step(
-                traced, stages, values, criterion, clock, precision=partial(autocasting, dtype, place)
+            stepped = partial(
+                _stepped,
+                config,
+                traced,
+                values,
+                (lambda output: loss(output, target)) if chunk[-1] is layers[-1] else None,
+                clock,
+                repeats=repeats,
+                budget_s=budget_s * len(chunk) / len(layers),
             )
-            share_s = budget_s * len(chunk) / len(layers)
-            _repeat(step, saved, repeats, share_s, graphs=bool(config.runtime.cuda_graphs))
+            step = stepped([[layer.name] for layer in chunk], saved)
             graphed = graphed and step.is_captured
             samples.update(step.samples)
+            if config.runtime.compile:
+                whole = stepped([[layer.name for layer in chunk]], SavedBytes(traced), compiles=True)
+                graphed = graphed and whole.is_captured
+                wholes.append((chunk, whole.samples[chunk[-1].name]))
             values = _live(traced, step.values, chunk[-1])
             done += len(chunk)
             if tell is not None:
@@ -132,10 +143,15 @@ def profile_model(
         facts = {CUDA_GRAPHS: "yes" if graphed else "no"} if clock.on_cuda else {}
         overhead = _overhead(clock, place)
         owned = _OwnedBytes(traced)
-        costs = tuple(
-            _cost(layer, samples.get(layer.name), owned, overhead, arriving.get(layer.name, 0))
+        by_layer = {
+            layer.name: _cost(layer, samples.get(layer.name), owned, overhead, arriving.get(layer.name, 0))
             for layer in traced.graph.layers
-        )
+        }
+        for chunk, sample in wholes:
+            own = [by_layer[layer.name] for layer in chunk]
+            shares = shared_out(own, _cost(chunk[-1], sample, _OwnedBytes(traced), overhead, 0))
+            by_layer.update(zip([layer.name for layer in chunk], shares, strict=True))
+        costs = tuple(by_layer.values())
         update = update_costs(config, clock, place, sum(cost.parameter_bytes for cost in costs))
     return Profile(
         graph=traced.graph,
@@ -162,6 +178,31 @@ def machine_facts(device: torch.device, threads: int) -> dict[str, str]:
         "cores": str(os.cpu_count()),
         "threads": str(threads),
     }
+
+
+def _stepped(
+    config: RunConfig,
+    traced: TracedModel,
+    values: dict[Ref, Tensor],
+    criterion: Any,
+    clock: Clock,
+    groups: Sequence[Sequence[str]],
+    saved: SavedBytes,
+    *,
+    repeats: int,
+    budget_s: float,
+    compiles: bool = False,
+) -> Step:
+    """Return a measured step over consecutive layers, each group of them as one, by its last layer's name."""
+    device = clock.device
+    stages = {
+        names[-1]: build_stage(traced, names, device=device, last=False, compiles=compiles)
+        for names in groups
+    }
+    precision = partial(autocasting, dtype_of(config), device)
+    step = Step(traced, stages, values, criterion, clock, precision=precision)
+    _repeat(step, saved, repeats, budget_s, graphs=bool(config.runtime.cuda_graphs))
+    return step
 
 
 def _repeat(step: Step, saved: SavedBytes, repeats: int, budget_s: float, graphs: bool = True) -> None:

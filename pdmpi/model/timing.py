@@ -26,6 +26,7 @@ class Clock:
     """Marks on the device's own time line, read when all work is done."""
 
     def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.on_cuda = device.type == "cuda"
 
     def mark(self) -> Any:

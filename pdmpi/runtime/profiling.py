@@ -17,6 +17,7 @@ from pdmpi.model.precision import is_sixteen_bits
 from pdmpi.model.timing import Clock
 from pdmpi.runtime.graphs import can_capture
 from pdmpi.runtime.limit import limit_of, looks_into_updates, squared_norm
+from pdmpi.runtime.rates import changes_rates
 from pdmpi.runtime.weights import WeightRing
 
 __all__ = ["profile_run", "update_costs"]
@@ -64,7 +65,8 @@ def update_costs(config: RunConfig, clock: Clock, device: torch.device, paramete
             total.add_(gradient)
 
     graphs = bool(config.runtime.cuda_graphs)
-    update_s = _seconds(update, clock, graphs and limit is None and can_capture(ring.optimizer))
+    captured = graphs and limit is None and not changes_rates(config) and can_capture(ring.optimizer)
+    update_s = _seconds(update, clock, captured)
     assert ring.optimizer is not None
     state = [t for held in ring.optimizer.state.values() for t in held.values() if isinstance(t, Tensor)]
     state += ring.masters.values() if is_sixteen_bits(dtype) else []

@@ -7,7 +7,7 @@ CPU, are left to the GPU's tests.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -18,9 +18,12 @@ from torch import Tensor, nn
 
 from pdmpi.config.run import ModelConfig, RunConfig
 from pdmpi.errors import InputError, PdmpiError
-from pdmpi.model import compiled
+from pdmpi.model import compiled, measure
 from pdmpi.model.build import build_stage
+from pdmpi.model.compiled_costs import shared_out
 from pdmpi.model.trace import trace_model
+from pdmpi.plan.profile import LayerCost
+from pdmpi.runtime.profiling import profile_run
 
 
 @pytest.fixture(autouse=True)
@@ -138,3 +141,30 @@ def num_graphs_of_an_equal_stage(factory: str) -> int:
     for (name, one), other in zip(plain.named_buffers(), stage.buffers(), strict=True):
         assert torch.equal(one, other), name
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def test_a_profile_is_of_what_the_compiler_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer has its part of the time and memory that all of them take as one compiled call."""
+    config = configured("conv_without_draws")
+    made: list[tuple[list[LayerCost], LayerCost]] = []
+
+    def noting(costs: Sequence[LayerCost], whole: LayerCost) -> list[LayerCost]:
+        made.append((list(costs), whole))
+        return shared_out(costs, whole)
+
+    monkeypatch.setattr(measure, "shared_out", noting)
+    profile = profile_run(config, budget_s=0.5)
+    ((alone, whole),) = made
+    found = [cost for cost in profile.costs if cost.forward_s]
+    assert len(found) == len([cost for cost in alone if cost.forward_s]) > 3
+    for name in ("forward_s", "backward_s"):
+        assert sum(getattr(cost, name) for cost in profile.costs) == pytest.approx(getattr(whole, name))
+    assert sum(cost.saved_bytes for cost in profile.costs) == pytest.approx(whole.saved_bytes, abs=len(found))
+    assert [c.parameter_bytes for c in found] == [c.parameter_bytes for c in alone if c.forward_s]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1
+
+
+def test_a_profile_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled.shutil, "which", lambda name: None)
+    with pytest.raises(InputError, match="compile = true, but there is no C"):
+        profile_run(configured("conv"), budget_s=0.5)

@@ -81,9 +81,10 @@ class Bench:
         return plan_from_bytes(from_rank_0(self.transport, lambda: self._planned(row, minibatches)))
 
     def _planned(self, row: Row, minibatches: int) -> bytes:
-        profile = self.directory / f"{row.model}-{row.depth}-{row.dropout}-{row.size}.h5"
+        kind = f"{row.model}-{row.depth}-{row.dropout}-{row.size}" + ("-compiled" if row.compiled else "")
+        profile = self.directory / f"{kind}.h5"
         if not profile.exists():
-            single = replace(row, schedule="pipedream", microbatches=1, compiled=False)
+            single = replace(row, schedule="pipedream", microbatches=1)
             found = profile_run(config_of(single, minibatches), device=self.device, budget_s=6.0)
             save_profile(found, profile)
             gc.collect()
