@@ -31,7 +31,7 @@ from pdmpi.graph import Ref
 from pdmpi.model.generator import device_state, draws_by_cudnn
 from pdmpi.model.tree import map_tree, tensors_of
 from pdmpi.runtime.capture import Capturer, Draws, Replayable
-from pdmpi.runtime.feed import Batch, Feed
+from pdmpi.runtime.feed import Batch
 from pdmpi.runtime.passes import Pass, passes_of
 from pdmpi.runtime.player import Criterion, Player
 from pdmpi.runtime.weights import flat_views
@@ -114,17 +114,9 @@ class GraphedPlayer(Player):
         self._playing.clear()
         self._last = None
 
-    def begin(
-        self,
-        training: bool,
-        feed: Feed | None,
-        criterion: Criterion | None,
-        first: int = 0,
-        epoch: int = 0,
-    ) -> None:
-        """Prepare for a program."""
-        watched = partial(self._watched, criterion) if training and criterion else criterion
-        super().begin(training, feed, watched, first, epoch)
+    def trained_by(self, criterion: Criterion) -> Criterion:
+        """Watch what the loss does."""
+        return partial(self._watched, criterion)
 
     def _watched(self, criterion: Criterion, outputs: Mapping[Ref, Tensor], target: Any, k: int) -> Tensor:
         """Return a loss, and, before anything is captured, see whether it draws random numbers."""

@@ -144,13 +144,17 @@ class Player:
         assert not self._saved, "a program ends drained"
         self.module.train(training)
         self._feed = feed
-        self._criterion = criterion
+        self._criterion = self.trained_by(criterion) if training and criterion else criterion
         self._first = first
         self._fed.clear()
         self.losses.clear()
         self.lags.clear()
         if self._rates is not None and training:
             self._rates.begin(first, epoch)
+
+    def trained_by(self, criterion: Criterion) -> Criterion:
+        """Return the loss that is called in training; nothing here is to be known of it."""
+        return criterion
 
     def close(self) -> None:
         """Give up what must not outlive the transport: nothing here."""
