@@ -28,6 +28,9 @@ class Level:
     allreduce_efficiency
         Part of the bandwidth that a ring allreduce over all devices up to this level reaches; above 1
         where a library makes more of a link than one message does.
+    allreduce_work_s_per_byte
+        Seconds that a core works for each byte that its rank sends in an allreduce, and cannot compute; 0
+        for GPUs.
     """
 
     name: str
@@ -36,6 +39,7 @@ class Level:
     latency_s: float = 0.0
     shared: bool = False
     allreduce_efficiency: float = 1.0
+    allreduce_work_s_per_byte: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

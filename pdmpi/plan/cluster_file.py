@@ -85,6 +85,8 @@ class _LevelTable(_Table):
     """Whether all devices of one inner member share its one link to this level."""
     allreduce_efficiency: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     """Part of the bandwidth that a ring allreduce reaches; it may be more than one message's, and above 1."""
+    allreduce_work_s_per_byte: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Seconds that a core works, and cannot compute, for each byte that its rank sends in an allreduce."""
 
 
 class _DeviceTable(_Table):
@@ -185,6 +187,7 @@ def parse_cluster(text: str, source: str = "cluster") -> Cluster:
                 name=level.name, count=level.count, bandwidth_bytes_per_s=level.bandwidth,
                 latency_s=level.latency, shared=level.shared,
                 allreduce_efficiency=level.allreduce_efficiency,
+                allreduce_work_s_per_byte=level.allreduce_work_s_per_byte,
             )
             for level in table.levels
         ),

@@ -31,6 +31,8 @@ def cluster_to_text(cluster: Cluster, description: str) -> str:
         lines += ["shared = true"] if level.shared else []
         if level.allreduce_efficiency != 1.0:
             lines.append(f"allreduce_efficiency = {level.allreduce_efficiency:.3g}")
+        if level.allreduce_work_s_per_byte:
+            lines.append(f"allreduce_work_s_per_byte = {level.allreduce_work_s_per_byte:.3g}")
     lines += [
         "",
         "[[devices]]",

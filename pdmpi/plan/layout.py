@@ -258,11 +258,16 @@ def cluster_arrays(cluster: Cluster) -> dict[str, NDArray[Any]]:
         "level_counts": _ints([level.count for level in cluster.levels]),
         "level_rates": np.array(
             [
-                [level.bandwidth_bytes_per_s, level.latency_s, level.allreduce_efficiency]
+                [
+                    level.bandwidth_bytes_per_s,
+                    level.latency_s,
+                    level.allreduce_efficiency,
+                    level.allreduce_work_s_per_byte,
+                ]
                 for level in cluster.levels
             ],
             dtype=np.float64,
-        ).reshape(-1, 3),
+        ).reshape(-1, 4),
         "level_shared": np.array([level.shared for level in cluster.levels], dtype=bool),
         "device_names": texts_array([device.name for device in cluster.devices]),
         "device_memory_bytes": _ints([device.memory_bytes for device in cluster.devices]),
@@ -278,6 +283,7 @@ def _cluster_from(arrays: Arrays) -> Cluster:
             bandwidth_bytes_per_s=_number(rates[0], "a bandwidth", least=1e-9),
             latency_s=_number(rates[1], "a latency"),
             allreduce_efficiency=_number(rates[2], "an allreduce's efficiency", least=1e-9),
+            allreduce_work_s_per_byte=_number(rates[3], "an allreduce's work"),
         )
         for name, count, rates, shared in zip(
             texts(arrays["level_names"]), arrays["level_counts"].tolist(), arrays["level_rates"].tolist(),

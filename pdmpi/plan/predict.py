@@ -4,9 +4,10 @@ For one microbatch on one replica of a stage, with F and B its seconds of forwar
 backward (recomputation adds another F to B), U of its optimizer step, m replicas, q
 microbatches a replica between two updates (1 for PipeDream), and A the seconds of the ring
 allreduce of its gradients over the slowest link that the replicas span,
-2 (m - 1) (bytes / m / (bandwidth * efficiency) + latency) (Patarasuk and Yuan, 2009):
+2 (m - 1) (bytes / m / (bandwidth * efficiency) + latency) (Patarasuk and Yuan, 2009), of which a core
+(no GPU) works C seconds and cannot compute:
 
-    work     = F + B + U / q                      the device is busy
+    work     = F + B + (U + C) / q                the device is busy
     sync     = F + B + (A - B + U) / q            the allreduce ends after the backward
     transfer = what leaves or enters the links of all replicas, whichever is more
     period   = max(work / m, sync / m, transfer)
@@ -235,6 +236,7 @@ def estimate(
                 profile, terms, choice, stage, sums, parts, depths[s], cuts[s + 1][0],
                 speed=min(cluster.device(d).relative_speed for d in devices[s]),
                 sync_s=links.allreduce_s(devices[s], sums.gradients),
+                summing_s=links.allreduce_work_s(devices[s], sums.gradients),
                 transfer_s=max(leaving, entering),
             )
         )  # fmt: skip
@@ -301,7 +303,8 @@ def _busiest_s(
 
 def _stage_estimate(
     profile: Profile, terms: Terms, choice: ScheduleChoice, stage: StagePlan, sums: _Sums,
-    parts: dict[str, int], depth: int, sent_bytes: int, *, speed: float, sync_s: float, transfer_s: float,
+    parts: dict[str, int], depth: int, sent_bytes: int, *, speed: float, sync_s: float, summing_s: float,
+    transfer_s: float,
 ) -> StageEstimate:  # fmt: skip
     m = stage.replicas
     q = terms.microbatches_per_update(choice.microbatches, m)
@@ -309,7 +312,7 @@ def _stage_estimate(
     backward = (sums.backward_s + sums.gradients * profile.accumulation_s_per_byte(q)) / speed
     update = sums.gradients * profile.update_s_per_byte / speed
     period, bound = max(
-        ((forward + backward + update / q) / m, "compute"),
+        ((forward + backward + (update + summing_s / speed) / q) / m, "compute"),
         ((forward + backward + (sync_s - backward + update) / q) / m, "synchronisation"),
         (transfer_s, "transfer"),
         key=lambda pair: pair[0],

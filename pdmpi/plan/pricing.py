@@ -220,12 +220,13 @@ class Pricer:
         update = cuts.profile.update_s_per_byte / q * share
         adding = cuts.profile.accumulation_s_per_byte(q) * share
         forwards = 2.0 if recompute else 1.0
-        yield self._sums(forwards * share, share, update + adding), 0.0
+        last = problem.device_of[(problem.copies - 1) * problem.positions + first + count - 1]
+        level = problem.cluster.level_between(problem.device_of[first], last)
+        steps = 2 * (m - 1)
+        summing = steps / m * problem.links.work_s_per_byte(level) / q * share if m > 1 else 0.0
+        yield self._sums(forwards * share, share, update + adding + summing), 0.0
         if m > 1:
-            last = problem.device_of[(problem.copies - 1) * problem.positions + first + count - 1]
-            level = problem.cluster.level_between(problem.device_of[first], last)
             port = problem.links.ring(level)
-            steps = 2 * (m - 1)
             ring = steps / m * port.s_per_byte / (q * m)
             hidden = (forwards - 1.0, 1.0)
             per_byte = update + adding * (1.0 - 1.0 / q) + ring

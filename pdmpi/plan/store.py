@@ -15,7 +15,7 @@ __all__ = [
 ]  # fmt: skip
 
 PROFILE_FORMAT = Format(name="pdmpi-profile", version=3, datasets=layout.PROFILE_DATASETS)
-PLAN_FORMAT = Format(name="pdmpi-plan", version=4, datasets=layout.PLAN_DATASETS)
+PLAN_FORMAT = Format(name="pdmpi-plan", version=5, datasets=layout.PLAN_DATASETS)
 
 
 def save_profile(profile: Profile, path: Path, force: bool = False) -> None:

@@ -15,14 +15,15 @@ from torch import nn
 from pdmpi.errors import InputError
 from pdmpi.model.timing import torch_threads
 from pdmpi.plan.cluster import Cluster, Device, Level
+from pdmpi.simulate.costs import BUCKET_BYTES, DEVICE_BUCKET_BYTES
 from pdmpi.transport.base import Transport
 from pdmpi.transport.links import Link, measure_links
 from pdmpi.transport.share import share
 
 __all__ = ["measured_cluster"]
 
-_SUM_BYTES, _SUMS = 16 << 20, 3
-"""Size and number of the sums that tell what an allreduce makes of a link."""
+_SUM_BYTES, _SUMS = 32 << 20, 5
+"""Size and number of the sums that tell what an allreduce makes of a link, in buckets as in training."""
 _CPU = torch.device("cpu")
 
 _ALONE_S, _TOGETHER_S, _WINDOWS = 0.5, 2.0, 5
@@ -34,7 +35,8 @@ def measured_cluster(transport: Transport, device: torch.device = _CPU) -> Clust
 
     Links inside a host are measured between its first two ranks, links between hosts
     between their first ranks, from one device's memory to the other's; sums over the ranks of each
-    host, and over all ranks, tell what an allreduce makes of them.  The ``relative_speed`` of a core is
+    host, and over all ranks, tell what an allreduce makes of them, and how long it keeps a core at work.
+    The ``relative_speed`` of a core is
     what is left of its speed when all ranks compute at once: one half, say, for four ranks on two
     cores.  A GPU is a rank's own, and its speed is one.
 
@@ -59,15 +61,16 @@ def measured_cluster(transport: Transport, device: torch.device = _CPU) -> Clust
         inside = measure_links(transport, [(0, 1)], memory, transport.allocate)
         hosts_ranks = [list(range(first, first + per_host)) for first in range(0, len(hosts), per_host)]
         name = "shared-memory" if device.type == "cpu" else "gpu-links"
-        rate = _sum_rate(_sum_s(transport, hosts_ranks, device), per_host, _latency_s(inside))
-        levels.append(_level(name, per_host, inside, rate))
+        summed = _summed(transport, hosts_ranks, device)
+        levels.append(_level(name, per_host, inside, summed, per_host, _latency_s(inside)))
     if num_hosts > 1:
         firsts = [(host * per_host, (host + 1) * per_host) for host in range(num_hosts - 1)]
         between = measure_links(transport, firsts, memory, transport.allocate)
         latency_s = max([_latency_s(between), *(level.latency_s for level in levels)])
         everyone = [list(range(len(hosts)))]
-        rate = _sum_rate(_sum_s(transport, everyone, device), len(hosts), latency_s)
-        levels.append(_level("network", num_hosts, between, rate, shared=per_host > 1))
+        summed = _summed(transport, everyone, device)
+        shared = per_host > 1
+        levels.append(_level("network", num_hosts, between, summed, len(hosts), latency_s, shared=shared))
     found = _card(device) if device.type == "cuda" else _share_of_host(transport, per_host)
     parts = share(transport, asdict(found))
     names = sorted({part["name"] for part in parts})
@@ -85,36 +88,56 @@ def measured_cluster(transport: Transport, device: torch.device = _CPU) -> Clust
     )
 
 
+def _sent_bytes(num_ranks: int) -> float:
+    """Return the bytes that a rank sends in a ring allreduce of `_SUM_BYTES`, whatever the library does.
+
+    nccl-tests call these bytes a second the bus bandwidth.
+    """
+    return 2 * (num_ranks - 1) / num_ranks * _SUM_BYTES
+
+
 def _sum_rate(sum_s: float, num_ranks: int, latency_s: float) -> float:
     """Return the bytes a second that each rank sends while `_SUM_BYTES` are summed.
 
-    Of a ring allreduce over m ranks a rank sends 2 (m - 1) / m of the bytes, whatever the library
-    does (nccl-tests call it the bus bandwidth).  The latencies of its 2 (m - 1) steps, which are
-    priced beside the rate, are taken off the time, up to half of it.
+    The latencies of its 2 (m - 1) steps over m ranks, which are priced beside the rate, are taken off the
+    time, up to half of it.
     """
     steps = 2 * (num_ranks - 1)
-    return steps / num_ranks * _SUM_BYTES / max(sum_s - steps * latency_s, sum_s / 2)
+    return _sent_bytes(num_ranks) / max(sum_s - steps * latency_s, sum_s / 2)
 
 
-def _sum_s(transport: Transport, groups: list[list[int]], device: torch.device) -> float:
-    """Return the median seconds, on the slowest rank, in which groups sum, all at once."""
+def _summed(transport: Transport, groups: list[list[int]], device: torch.device) -> tuple[float, float]:
+    """Sum over groups, all at once, as training does.
+
+    Returns
+    -------
+    seconds, worked
+        Medians, on the slowest rank; of them, those that its processor worked (none beside a GPU).
+    """
     transport.prepare(groups, ["float32"])
     ranks = next(group for group in groups if transport.rank in group)
-    bound = transport.bind_allreduce(transport.allocate(_SUM_BYTES), "float32", ranks)
+    size = DEVICE_BUCKET_BYTES if transport.sums_on_device else BUCKET_BYTES
+    buckets = [
+        transport.bind_allreduce(transport.allocate(size), "float32", ranks)
+        for _ in range(_SUM_BYTES // size)
+    ]
 
     def once() -> None:
-        bound.post().wait()
+        for request in [bucket.post() for bucket in buckets]:
+            request.wait()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
     once()
-    seconds = []
+    seconds, worked = [], []
     for _ in range(_SUMS):
         transport.barrier()
-        began = time.perf_counter()
+        began, began_work = time.perf_counter(), time.process_time()
         once()
         seconds.append(time.perf_counter() - began)
-    return float(max(share(transport, statistics.median(seconds))))
+        worked.append(0.0 if device.type == "cuda" else time.process_time() - began_work)
+    found = share(transport, [statistics.median(seconds), statistics.median(worked)])
+    return max(part[0] for part in found), max(part[1] for part in found)
 
 
 def _card(device: torch.device) -> Device:
@@ -144,16 +167,27 @@ def _ranks_per_host(hosts: Sequence[str]) -> int:
     return per_host
 
 
-def _level(name: str, count: int, links: Sequence[Link], sum_rate: float, shared: bool = False) -> Level:
-    """Return the level of the slowest of these links, on which sums have this rate."""
+def _level(
+    name: str,
+    count: int,
+    links: Sequence[Link],
+    summed: tuple[float, float],
+    num_ranks: int,
+    latency_s: float,
+    *,
+    shared: bool = False,
+) -> Level:
+    """Return the level of the slowest of these links, on which so many ranks' sums took that long."""
     bandwidth = min(link.bandwidth_bytes_per_s for link in links)
+    sum_s, work_s = summed
     return Level(
         name=name,
         count=count,
         bandwidth_bytes_per_s=bandwidth,
         latency_s=_latency_s(links),
         shared=shared,
-        allreduce_efficiency=float(f"{sum_rate / bandwidth:.3g}"),
+        allreduce_efficiency=float(f"{_sum_rate(sum_s, num_ranks, latency_s) / bandwidth:.3g}"),
+        allreduce_work_s_per_byte=float(f"{work_s / _sent_bytes(num_ranks):.3g}"),
     )
 
 

@@ -27,6 +27,7 @@ LEVELS = st.builds(
     latency_s=st.floats(0, 1e-2),
     shared=st.booleans(),
     allreduce_efficiency=st.floats(0.01, 10),
+    allreduce_work_s_per_byte=st.sampled_from([0.0, 4.7e-9, 1e-12]),
 )
 
 
@@ -41,6 +42,7 @@ def test_what_is_written_is_read_back(levels: list[Level], memory: int, speed: f
         assert found.bandwidth_bytes_per_s == pytest.approx(written.bandwidth_bytes_per_s, rel=1e-4)
         assert found.latency_s == pytest.approx(written.latency_s, rel=1e-4, abs=1e-15)
         assert found.allreduce_efficiency == pytest.approx(written.allreduce_efficiency, rel=1e-2)
+        assert found.allreduce_work_s_per_byte == pytest.approx(written.allreduce_work_s_per_byte, rel=1e-2)
     assert back.device(0).memory_bytes == pytest.approx(memory, rel=1e-4, abs=1)
     assert back.device(0).relative_speed == pytest.approx(speed, rel=1e-2)
 
@@ -72,11 +74,16 @@ def test_two_hosts_of_two_ranks_are_two_levels(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_sum_is_priced_as_it_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Latencies, which are priced too, are not counted twice."""
-    monkeypatch.setattr(measuring, "_sum_s", lambda transport, groups, device: 0.25 * len(groups[0]))
+    monkeypatch.setattr(
+        measuring, "_summed", lambda transport, groups, device: (0.25 * len(groups[0]), 0.1 * len(groups[0]))
+    )
     cluster = on_hosts(monkeypatch, ["a", "a", "b", "b"])[0]
     links = Links(cluster)
     assert links.allreduce_s([0, 1], measuring._SUM_BYTES) == pytest.approx(0.5, rel=1e-2)
     assert links.allreduce_s([0, 1, 2, 3], measuring._SUM_BYTES) == pytest.approx(1.0, rel=1e-2)
+    assert links.allreduce_work_s([0, 1], measuring._SUM_BYTES) == pytest.approx(0.2, rel=1e-2)
+    assert links.allreduce_work_s([0, 1, 2, 3], measuring._SUM_BYTES) == pytest.approx(0.4, rel=1e-2)
+    assert links.allreduce_work_s([2], measuring._SUM_BYTES) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -100,6 +107,7 @@ def test_a_real_job_writes_a_file_that_plans_can_use(tmp_path: Path) -> None:
     cluster = load_cluster(output)
     assert cluster.num_devices == 2
     assert cluster.device(0).name == "cpu"
+    assert cluster.levels[0].allreduce_work_s_per_byte > 0
     assert shown["levels"][0]["allreduce_efficiency"] == cluster.levels[0].allreduce_efficiency
     assert shown["levels"][0]["bandwidth_bytes_per_s"] == pytest.approx(
         cluster.levels[0].bandwidth_bytes_per_s, rel=1e-4

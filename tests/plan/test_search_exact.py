@@ -81,6 +81,7 @@ def clusters(draw, levels: int, limited: bool) -> Cluster:
             latency_s=draw(st.sampled_from([0.0, 1e-4])),
             shared=draw(st.booleans()),
             allreduce_efficiency=draw(st.sampled_from([1.0, 0.5, 2.0])),
+            allreduce_work_s_per_byte=draw(st.sampled_from([0.0, 0.0, 2e-9])),
         )
         for i, count in enumerate(counts)
     )
