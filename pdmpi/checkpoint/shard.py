@@ -76,14 +76,18 @@ def write_shard(path: Path, snapshot: Snapshot, session: str) -> dict[str, Array
     # Hashing needs a core for as long as a fast disk needs to write: both at once.
     with ThreadPoolExecutor(1, "checkpoint-hash") as pool, replaced(path) as temporary:
         digests = pool.map(_digest, arrays.values())
-        with h5py.File(temporary, "w") as file:
-            file.attrs.update({"format": FORMAT, "version": VERSION, "session": session})
+        # In this layout all but the arrays is checksummed, and a text of fixed length lies in what is: from
+        # one in a heap, as HDF5 has them by default, a flipped bit can keep it from ever coming back.
+        with h5py.File(temporary, "w", libver="latest") as file:
+            file.attrs.update(
+                {"format": np.bytes_(FORMAT), "version": VERSION, "session": np.bytes_(session)}
+            )
             for name, array in arrays.items():
                 file.create_dataset(name, data=array.bits, track_times=False)
             file.flush()  # and to the disk, while the last arrays are hashed; what follows is little
             os.fsync(file.id.get_vfd_handle())
             for (name, array), digest in zip(arrays.items(), digests, strict=True):
-                file[name].attrs.update({"dtype": array.dtype, "sha256": digest})
+                file[name].attrs.update({"dtype": np.bytes_(array.dtype), "sha256": np.bytes_(digest)})
                 specs[name] = ArraySpec(array.dtype, array.shape, digest)
     return specs
 
@@ -99,7 +103,7 @@ def read_specs(path: Path, session: str | None = None) -> dict[str, ArraySpec]:
     with _opened(path, session) as file:
         specs: dict[str, ArraySpec] = {}
         for name, dataset in _walk(file, path):
-            dtype, digest = dataset.attrs.get("dtype"), dataset.attrs.get("sha256")
+            dtype, digest = _attribute(dataset, "dtype"), _attribute(dataset, "sha256")
             if dtype not in DTYPE_BYTES or not isinstance(digest, str):
                 raise InputError(f"{path}: dataset {name!r} carries no dtype and hash; the file is foreign")
             specs[name] = ArraySpec(dtype, tuple(map(int, dataset.shape)), digest)
@@ -145,20 +149,31 @@ def _digest(array: Array) -> str:
 def _opened(path: Path, session: str | None) -> Iterator[h5py.File]:
     try:
         with h5py.File(path, "r") as file:
-            if file.attrs.get("format") != FORMAT:
+            if _attribute(file, "format") != FORMAT:
                 raise InputError(f"{path} is no shard of a checkpoint")
-            if file.attrs.get("version") != VERSION:
+            version = _attribute(file, "version")
+            if version != VERSION:
                 raise InputError(
-                    f"{path}: version {file.attrs.get('version')} of the checkpoint format;"
-                    f" this pdmpi reads version {VERSION}"
+                    f"{path}: version {version} of the checkpoint format; this pdmpi reads version {VERSION}"
                 )
-            if session is not None and file.attrs.get("session") != session:
+            if session is not None and _attribute(file, "session") != session:
                 raise InputError(f"{path} belongs to another checkpoint")
             yield file
     except (OSError, RuntimeError, KeyError, ValueError, TypeError) as error:
         raise InputError(
             f"{path} cannot be read: {error}; the file is missing, truncated or damaged"
         ) from error
+
+
+def _attribute(holder: h5py.File | h5py.Dataset, name: str) -> object:
+    """Return an attribute that is a text or an integer, as `write_shard` writes them; None for all else."""
+    if name not in holder.attrs:
+        return None
+    found = h5py.h5a.open(holder.id, name.encode())
+    if found.get_type().get_class() not in (h5py.h5t.STRING, h5py.h5t.INTEGER) or found.shape != ():
+        return None
+    value: object = holder.attrs[name]
+    return value.decode(errors="replace") if isinstance(value, bytes) else value
 
 
 def _walk(file: h5py.File, path: Path) -> Iterator[tuple[str, h5py.Dataset]]:
