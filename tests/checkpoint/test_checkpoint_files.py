@@ -79,7 +79,7 @@ def test_a_flipped_bit_or_a_cut_never_changes_what_is_read(run_dir, tmp_path, da
 
 
 def test_nothing_lies_where_a_flipped_bit_keeps_hdf5_for_ever(run_dir):
-    """In a global heap (where texts of any length lie) some do; it has no checksum, unlike all of this layout."""
+    """In a global heap, where texts of any length lie, some do: it has no checksum, unlike this layout."""
     content = (run_dir / "checkpoints" / "step-000000000002" / "shard-00000.h5").read_bytes()
     assert b"GCOL" not in content
     assert content[8] == 3  # version of the superblock
