@@ -240,8 +240,11 @@ class Step:
     def _live_bytes(self, name: str, saved: SavedBytes) -> int:
         """Return the bytes of values that a layer, or one behind it, reads and that autograd has not saved.
 
-        ``name`` is empty for the loss.  Inputs of the model are in no layer's memory.
+        ``name`` is empty for the loss.  Inputs of the model are in no layer's memory.  0 off a GPU, where
+        nothing is noted.
         """
+        if not self._clock.on_cuda:
+            return 0
         graph = self._traced.graph
         later = graph.layers[graph.index[name] :] if name else ()
         wanted = {ref for layer in later for ref in layer.inputs} | set(graph.outputs)

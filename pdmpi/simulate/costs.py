@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pdmpi.plan.cluster import Cluster, Level
-from pdmpi.plan.links import Links
 from pdmpi.plan.plan import Plan, StagePlan
 from pdmpi.plan.terms import terms_of
 from pdmpi.schedule.program import ALL_STAGES, Channel, Group, Kind, Op, Topology
@@ -159,7 +158,7 @@ def costs_of(plan: Plan) -> Costs:
     cluster = plan.cluster
     device_of = {p.rank: p.node * cluster.devices_per_node + p.device for p in plan.placement}
     devices = tuple(device_of[rank] for rank in range(plan.num_ranks))
-    graph, links = plan.profile.graph, Links(cluster)
+    graph, network = plan.profile.graph, Network(cluster, devices)
     sizes: dict[Channel, int] = {}
     for (source, target), refs in plan.boundaries.items():
         sizes[Channel(Kind.ACTIVATION, source, target)] = sum(graph.spec(ref).nbytes for ref in refs)
@@ -168,19 +167,19 @@ def costs_of(plan: Plan) -> Costs:
         )
     return Costs(
         stages=tuple(
-            _stage_cost(plan, stage, links, [device_of[p.rank] for p in plan.placement if p.stage == number])
+            _stage_cost(plan, stage, network, [p.rank for p in plan.placement if p.stage == number])
             for number, stage in enumerate(plan.stages)
         ),
         message_bytes=sizes,
-        network=Network(cluster, devices),
+        network=network,
         speeds=tuple(cluster.device(device).relative_speed for device in devices),
         bucket_bytes=DEVICE_BUCKET_BYTES if plan.profile.machine.get("device") == "cuda" else BUCKET_BYTES,
         graphed=plan.profile.is_graphed and not terms_of(plan.schedule).splits_backward,
     )
 
 
-def _stage_cost(plan: Plan, stage: StagePlan, links: Links, devices: Sequence[int]) -> StageCost:
-    """Return the costs of a stage on some devices; what a core works for sums is part of its backwards."""
+def _stage_cost(plan: Plan, stage: StagePlan, network: Network, ranks: Sequence[int]) -> StageCost:
+    """Return the costs of a stage on its ranks; what a core works for sums is part of its backwards."""
     profile, choice = plan.profile, plan.schedule
     per_update = terms_of(choice).microbatches_per_update(choice.microbatches, stage.replicas)
     trained = profile.graph.trained
@@ -189,7 +188,7 @@ def _stage_cost(plan: Plan, stage: StagePlan, links: Links, devices: Sequence[in
     costs = [cost for _, cost in layers]
     gradient_bytes = sum(cost.parameter_bytes for trains, cost in layers if trains)
     adding_s = gradient_bytes * profile.accumulation_s_per_byte(per_update)
-    adding_s += links.allreduce_work_s(devices, gradient_bytes) / per_update
+    adding_s += network.allreduce_work_s(ranks, gradient_bytes) / per_update
     return StageCost(
         forward_s=math.fsum(cost.forward_s for cost in costs),
         backward_s=math.fsum([*(cost.backward_s for cost in costs), adding_s]),

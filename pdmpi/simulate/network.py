@@ -70,3 +70,7 @@ class Network:
     def allreduce_s(self, ranks: Sequence[int], nbytes: float) -> float:
         """Return the seconds of a ring allreduce over ranks."""
         return self._prices.allreduce_s([self.devices[rank] for rank in ranks], nbytes)
+
+    def allreduce_work_s(self, ranks: Sequence[int], nbytes: float) -> float:
+        """Return the seconds that each rank's processor works for an allreduce over ranks."""
+        return self._prices.allreduce_work_s([self.devices[rank] for rank in ranks], nbytes)
