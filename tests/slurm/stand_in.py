@@ -1,6 +1,7 @@
 """Stands for `pdmpi train` in tests of the batch script: ranks that end in a given way at each start.
 
-Arguments: the run's directory, then what happens at start 0, 1, ... (the last one again and again)
+Arguments: the run's directory, then what happens at the first start, the second, ... (the last one again
+and again). A start counts once its ranks have met: a launcher that fails before leaves the next its turn.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pdmpi.slurm.signals import StopRequest
 
 def main() -> None:
     run_dir, job = Path(sys.argv[1]), JobEnvironment.of(os.environ)
-    what, world = sys.argv[2:][: job.restarts + 1][-1], MPI.COMM_WORLD
+    world, met = MPI.COMM_WORLD, run_dir / "met"
     if world.size != int(os.environ["EXPECTED_RANKS"]):
         raise SystemExit(f"{world.size} ranks")
 
@@ -29,7 +30,11 @@ def main() -> None:
             write_status(run_dir, RunStatus(status=status, job=job.job, restarts=job.restarts))  # type: ignore
 
     with StopRequest(["USR1"]) as stop:
+        starts = world.bcast(len(met.read_text()) if met.exists() else 0)
         world.Barrier()
+        what = sys.argv[2:][: starts + 1][-1]
+        if world.rank == 0:
+            met.write_text("." * (starts + 1))
         say("running")
         print(f"rank {world.rank} of {world.size}: {what}", flush=True)
         if what.startswith("checkpoint") and world.rank == 0:
