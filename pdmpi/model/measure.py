@@ -254,6 +254,7 @@ def _cost(
         saved_bytes=sample.saved_bytes,
         workspace_bytes=sample.workspace_bytes,
         forward_workspace_bytes=sample.forward_workspace_bytes,
+        split_bytes=sample.split_bytes,
     )
 
 

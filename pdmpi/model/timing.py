@@ -14,6 +14,7 @@ from torch import Tensor
 from pdmpi.graph import Ref
 from pdmpi.graph.graph import INPUT
 from pdmpi.model.generator import CapturedDraws, draws_by_cudnn, generator_aside
+from pdmpi.model.joints import Arrivals, Joints
 from pdmpi.model.stage import StageModule
 from pdmpi.model.trace import TracedModel
 
@@ -85,6 +86,7 @@ class LayerSample:
     saved_bytes: int = 0
     workspace_bytes: int = 0
     forward_workspace_bytes: int = 0
+    split_bytes: int = 0
 
 
 class SavedBytes:
@@ -222,7 +224,7 @@ class Step:
         for name in reversed(list(runs)):
             gradients = sum(p.nbytes for p in self._stages[name].parameters() if p.requires_grad)
             with self._counting() as found:
-                _backward_of(runs.pop(name), self._grads)
+                self.samples[name].split_bytes = _watched_backward_of(runs.pop(name), self._grads)
             self._note(name, found, gradients, self._traced.graph.gradient_bytes_over(name))
 
     def _warm_up_loss(self, saved: SavedBytes, last: str) -> None:
@@ -392,6 +394,19 @@ def _backward_of(run: _Run, gradients: Mapping[Ref, Tensor]) -> None:
     roots = {ref: t for ref, t in run.outputs.items() if t.requires_grad}
     if roots:
         torch.autograd.backward(list(roots.values()), [gradients[ref] for ref in roots])
+
+
+def _watched_backward_of(run: _Run, gradients: Mapping[Ref, Tensor]) -> int:
+    """Run one layer backward; return the bytes that arrive where its parameters' gradients begin."""
+    sizes: list[int] = []
+
+    def see(_: object, arrived: Arrivals) -> None:
+        sizes.extend(t.untyped_storage().nbytes() for t in arrived if t is not None)
+
+    joints = Joints(list(run.outputs.values()), [t for t in run.inputs.values() if t.requires_grad])
+    with joints.watched(see):
+        _backward_of(run, gradients)
+    return sum(sizes)
 
 
 @contextmanager

@@ -104,11 +104,6 @@ def candidates(profile: Profile, cluster: Cluster, choice: ScheduleChoice) -> li
 def _unsuitable(plan: Plan, terms: Terms) -> str:
     """Return why the schedule's own rules refuse the plan, or nothing."""
     choice = plan.schedule
-    if terms.splits_backward and plan.profile.is_graphed:
-        return (
-            "runs its backward in two parts, so without the CUDA graphs that the profile was measured with: "
-            "slower than the profile says"
-        )
     if choice.name == "2bw":
         in_flight = max(
             stage.depth * own.replicas

@@ -44,7 +44,7 @@ class Cuts:
         compute before the cut, then by number of layers, so that a nested pair is in order.
     complete
         Whether these are all cuts of the graph.
-    forward_s, backward_s, parameter_bytes, gradient_bytes, buffer_bytes, saved_bytes
+    forward_s, backward_s, parameter_bytes, gradient_bytes, buffer_bytes, saved_bytes, split_bytes
         Shape (cuts,): sums over the layers before the cut.
     sent_bytes, returned_bytes
         Shape (cuts,): bytes of values that cross the cut forward, and of gradients that
@@ -60,6 +60,7 @@ class Cuts:
     gradient_bytes: Floats
     buffer_bytes: Floats
     saved_bytes: Floats
+    split_bytes: Floats
     sent_bytes: Floats
     returned_bytes: Floats
 
@@ -370,11 +371,12 @@ def _measured(profile: Profile, masks: Iterable[int], blank: Iterable[int], comp
         [c.parameter_bytes * t for c, t in zip(costs, graph.trained, strict=True)],
         [c.buffer_bytes for c in costs],
         [c.saved_bytes for c in costs],
+        [c.split_bytes for c in costs],
     ]
     sums = members.astype(float) @ np.stack([_fixed_point(column) for column in columns], axis=1)
     order = np.lexsort((members.sum(axis=1), sums[:, 0] + sums[:, 1]))
     members = members[order]
-    forward, backward, parameters, gradients, buffers, saved = np.ascontiguousarray(sums[order].T)
+    forward, backward, parameters, gradients, buffers, saved, split = np.ascontiguousarray(sums[order].T)
     sent, returned = np.zeros(len(members)), np.zeros(len(members))
     read_last = set(graph.outputs)
     for ref, names in {**dict.fromkeys(graph.outputs, ()), **graph.consumers}.items():
@@ -397,6 +399,7 @@ def _measured(profile: Profile, masks: Iterable[int], blank: Iterable[int], comp
         gradient_bytes=gradients,
         buffer_bytes=buffers,
         saved_bytes=saved,
+        split_bytes=split,
         sent_bytes=sent,
         returned_bytes=returned,
     )

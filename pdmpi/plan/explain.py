@@ -132,7 +132,7 @@ def _split(profile: Profile, position: int) -> Profile:
     half = replace(
         cost, forward_s=cost.forward_s / 2, backward_s=cost.backward_s / 2,
         parameter_bytes=cost.parameter_bytes // 2, buffer_bytes=cost.buffer_bytes // 2,
-        saved_bytes=cost.saved_bytes // 2,
+        saved_bytes=cost.saved_bytes // 2, split_bytes=cost.split_bytes // 2,
     )  # fmt: skip
     layers = (*graph.layers[:position], first, second, *graph.layers[position + 1 :])
     costs = (*profile.costs[:position], half, half, *profile.costs[position + 1 :])

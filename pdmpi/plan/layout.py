@@ -33,7 +33,7 @@ T = TypeVar("T")
 _COST_TIMES = ("forward_s", "backward_s")
 _COST_BYTES = (
     "output_bytes", "parameter_bytes", "buffer_bytes", "saved_bytes", "workspace_bytes",
-    "forward_workspace_bytes",
+    "forward_workspace_bytes", "split_bytes",
 )  # fmt: skip
 _PLACEMENT = ("stage", "replica", "rank", "node", "device")
 MAX_EXTENT = 1 << 48
@@ -169,7 +169,9 @@ def profile_arrays(profile: Profile) -> dict[str, NDArray[Any]]:
         "costs/times_s": np.array(
             [[getattr(c, name) for name in _COST_TIMES] for c in profile.costs], dtype=np.float64
         ).reshape(-1, len(_COST_TIMES)),
-        "costs/bytes": _ints([[getattr(c, name) for name in _COST_BYTES] for c in profile.costs], 6),
+        "costs/bytes": _ints(
+            [[getattr(c, name) for name in _COST_BYTES] for c in profile.costs], len(_COST_BYTES)
+        ),
         "microbatch_size": np.array(profile.microbatch_size, dtype=np.int64),
         "optimizer_state_factor": np.array(profile.optimizer_state_factor, dtype=np.float64),
         "update_s_per_byte": np.array(profile.update_s_per_byte, dtype=np.float64),

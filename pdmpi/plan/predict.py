@@ -120,6 +120,7 @@ class _Sums:
     gradients: int
     buffers: int
     saved: int
+    split: int
     graphs: int
     workspace: int
 
@@ -136,6 +137,7 @@ def _sums(profile: Profile, stage: StagePlan) -> _Sums:
         gradients=sum(c.parameter_bytes for i, c in zip(positions, costs, strict=True) if trained[i]),
         buffers=sum(c.buffer_bytes for c in costs),
         saved=sum(c.saved_bytes for c in costs),
+        split=sum(c.split_bytes for c in costs),
         graphs=profile.graph_bytes(positions),
         workspace=max((c.workspace_bytes for c in costs), default=0),
     )
@@ -185,8 +187,8 @@ def memory_bytes(
         "gradients": sums.gradients,
         "optimizer_state": round(sums.gradients * state_factor),
         "buffers": sums.buffers,
-        "saved": sums.saved * kept,
-        "graphs": 0 if terms.splits_backward else sums.graphs * kept,
+        "saved": (sums.saved + (sums.split if terms.splits_backward and entering[1] else 0)) * kept,
+        "graphs": sums.graphs * kept,
         "slots": entering[0] * flight + 2 * (entering[1] + leaving[0] + leaving[1]),
         "workspace": sums.workspace,
     }

@@ -35,6 +35,9 @@ class LayerCost:
         Most bytes that there are while its forward runs, beyond what autograd saves of it and of the layers
         before: what it allocates, and values that it or later layers still read (an upper bound: some may
         lie in another stage).
+    split_bytes
+        Bytes that a backward in two parts keeps of it between them, beside what is saved: the gradients
+        that those of its parameters are computed from.
     """
 
     forward_s: float
@@ -45,6 +48,7 @@ class LayerCost:
     saved_bytes: int = 0
     workspace_bytes: int = 0
     forward_workspace_bytes: int = 0
+    split_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

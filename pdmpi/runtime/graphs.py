@@ -52,10 +52,14 @@ def can_capture(optimizer: torch.optim.Optimizer | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Graphs:
-    """The graphs of one pass; ``loss`` and ``gradients`` are where they leave those."""
+    """The graphs of one pass; ``loss`` and ``gradients`` are where they leave those.
+
+    Of a backward in two parts ``backward`` is the second one.
+    """
 
     forward: Replayable
     recompute: Replayable | None
+    backward_input: Replayable | None
     backward: Replayable
     update: Replayable | None
     loss: Tensor | None
@@ -168,17 +172,56 @@ class GraphedPlayer(Player):
 
     def backward(self, k: int, version: int, weights: int, saved: int, grad_in: int, grad_out: int) -> None:
         """Accumulate the parameters' gradients and fill the slot of gradients for earlier stages."""
-        graphs = self._last = self._playing.pop(k, None)
-        if graphs is None:
-            if self._arms:
-                super().arm_reduce()
-            super().backward(k, version, weights, saved, grad_in, grad_out)
-        else:
-            graphs.backward.replay()
+        if k in self._playing:
             self._used.append(version)
+        if not self._replay_backward(k):
+            super().backward(k, version, weights, saved, grad_in, grad_out)
+            self._gather_eager(k)
+
+    def backward_input(
+        self, k: int, version: int, weights: int, saved: int, grad_in: int, grad_out: int
+    ) -> None:
+        """Fill the slot of gradients for earlier stages; leave the parameters' gradients for later."""
+        if k in self._playing:
+            first = self._playing[k].backward_input
+            assert first is not None
+            first.replay()
+            self._used.append(version)
+        else:
+            super().backward_input(k, version, weights, saved, grad_in, grad_out)
+
+    def backward_weight(self, k: int, weights: int, saved: int) -> None:
+        """Accumulate the parameters' gradients that `backward_input` left."""
+        if not self._replay_backward(k):
+            super().backward_weight(k, weights, saved)
+            self._gather_eager(k)
+
+    def _replay_backward(self, k: int) -> bool:
+        """Replay what leaves the parameters' gradients, if graphs play the microbatch."""
+        graphs = self._last = self._playing.pop(k, None)
+        if graphs is not None:
+            graphs.backward.replay()
             for parameter, gradient in graphs.gradients:
                 parameter.grad = gradient
+        elif self._arms:
+            super().arm_reduce()
         self._arms = False
+        return graphs is not None
+
+    def _gather_eager(self, k: int) -> None:
+        """Move gradients that wait, once it is known which there are, to the place that graphs have for them.
+
+        Where they were made they would hold the memory of the activations around them.
+        """
+        if self._trained is None or k not in self._passes or not self._keeps_gradients(self._passes[k]):
+            return
+        fixed = self._waiting()
+        with torch.no_grad():
+            for parameter in self._trained:
+                place = fixed[parameter]
+                if parameter.grad is not None and parameter.grad is not place:
+                    place.copy_(parameter.grad)
+                    parameter.grad = place
 
     def arm_reduce(self) -> None:
         """Let gradients leave for their sum as the next backward finishes them."""
@@ -265,9 +308,8 @@ class GraphedPlayer(Player):
         if kept not in self._pools:
             self._pools[kept] = self._capturer.new_pool()
         slot, scratch, capture = self._pools[kept], self._capturer.scratch, self._capturer.capture
-        if self._keeps_gradients(one) and not self._gradients:
-            trained = self._trained or ()
-            self._gradients = dict(zip(trained, flat_views([p.data for p in trained])[1], strict=True))
+        if self._keeps_gradients(one):
+            self._waiting()
         drawing = nullcontext() if self._draws is None else self.module.drawing(self._draws.draw)
         with self._undone(one, k), drawing:
             self._fed[k] = self._static[inputs]
@@ -277,24 +319,39 @@ class GraphedPlayer(Player):
                 self._draws,
             )
             loss = self.losses.get(k)
-            again = update = None
+            again = first = update = None
             if one.recomputes:
                 again = capture(
                     slot, lambda: Player.recompute(self, k, version, weights, inputs, kept), self._draws
                 )
-            backward = capture(
-                scratch, lambda: self._whole_backward(one, k, version, weights, kept, grad_in, grad_out)
-            )
+            slots = (weights, kept, grad_in, grad_out)
+            if one.splits:
+                first = capture(slot, lambda: self._input_part(k, version, *slots))
+            backward = capture(scratch, lambda: self._accumulating(one, k, version, *slots))
             gradients = tuple((p, p.grad) for p in self._trained or () if p.grad is not None)
             if self._graph_updates and one.update:
                 read, write = one.update
                 update = capture(scratch, lambda: self.weights.update(read, write, self._scale))
                 gradients = ()
         kept_loss = loss if isinstance(loss, Tensor) else None
-        return _Graphs(forward, again, backward, update, kept_loss, gradients)
+        return _Graphs(forward, again, first, backward, update, kept_loss, gradients)
 
-    def _whole_backward(self, one: Pass, k: int, version: int, *slots: int) -> None:
-        """Run a backward that leaves the gradients where the update finds them."""
+    def _waiting(self) -> Mapping[nn.Parameter, Tensor]:
+        """Return the place of gradients that wait."""
+        if not self._gradients:
+            trained = self._trained or ()
+            self._gradients = dict(zip(trained, flat_views([p.data for p in trained])[1], strict=True))
+        return self._gradients
+
+    def _input_part(self, k: int, version: int, *slots: int) -> None:
+        """Run the first part of a backward in two."""
+        super().backward_input(k, version, *slots)
+        split = self._saved[slots[1]].split
+        if split is None or split.is_whole:
+            raise _CaptureError("a parameter that is used twice keeps its backward from being split")
+
+    def _accumulating(self, one: Pass, k: int, version: int, *slots: int) -> None:
+        """Run a backward, or its second part, that leaves the gradients where the update finds them."""
         trained, keeps = self._trained or (), self._keeps_gradients(one)
         if keeps and one.opens:
             torch._foreach_zero_(list(self._gradients.values()))
@@ -302,7 +359,10 @@ class GraphedPlayer(Player):
             parameter.grad = self._gradients.get(parameter) if keeps or not one.opens else None
         if one.reduces:
             super().arm_reduce()
-        super().backward(k, version, *slots)
+        if one.splits:
+            super().backward_weight(k, *slots[:2])
+        else:
+            super().backward(k, version, *slots)
         if {p for p in self.weights.parameters.values() if p.grad is not None} != set(trained):
             raise _CaptureError("the set of parameters that get a gradient changes")
         if one.reduces:

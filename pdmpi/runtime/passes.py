@@ -24,6 +24,8 @@ class Pass:
         Slots of weights, input, output and of what is saved (`NO_SLOT` before a recomputation).
     backward
         Slots of weights, what is saved, the gradients that arrive and those that leave.
+    splits
+        Whether the backward comes in two parts; what follows is then of the second, for the parameters.
     recomputes
         Whether the forward runs again before the backward.
     opens
@@ -36,6 +38,7 @@ class Pass:
 
     forward: Slots
     backward: Slots = ()
+    splits: bool = False
     recomputes: bool = False
     opens: bool = True
     reduces: bool = False
@@ -45,8 +48,7 @@ class Pass:
 def passes_of(rows: Iterable[Sequence[int]], stage: int) -> tuple[Mapping[int, Pass], Mapping[int, int]]:
     """Return the pass of each microbatch that a rank trains at a stage, and the update that each is for.
 
-    Updates are numbered in the order of the program.  Microbatches whose backward comes in
-    two parts have no pass.
+    Updates are numbered in the order of the program.
     """
     found: dict[int, Pass] = {}
     update_of: dict[int, int] = {}
@@ -63,9 +65,10 @@ def passes_of(rows: Iterable[Sequence[int]], stage: int) -> tuple[Mapping[int, P
             found[k] = replace(found[k], recomputes=True)
         elif op == Op.POST_REDUCE:
             reduces = True
-        elif op == Op.BACKWARD:
-            _, weights, saved, grad_in, grad_out = operands[:5]
-            slots = (weights, saved, grad_in, grad_out)
+        elif op == Op.BACKWARD_INPUT:
+            found[k] = replace(found[k], backward=tuple(operands[1:5]), splits=True)
+        elif op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
+            slots = tuple(operands[1:5]) if op == Op.BACKWARD else found[k].backward
             found[k] = replace(found[k], backward=slots, opens=not due, reduces=reduces)
             update_of[k] = number
             due.append(k)

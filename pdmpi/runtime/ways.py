@@ -31,13 +31,13 @@ def why_no_graphs(config: RunConfig, programs: Sequence[Program], transport: Tra
 
 def why_not_compiled(config: RunConfig, programs: Sequence[Program], device: torch.device) -> str:
     """Return why no stage can go through torch's compiler, or nothing."""
+    if any(np.any(rows[:, 0] == Op.BACKWARD_INPUT) for program in programs for rows in program.rows):
+        return f"schedule {config.schedule.name!r} runs its backward in two parts"
     return no_compiler_for(device) or _divided(config, programs)
 
 
 def _divided(config: RunConfig, programs: Sequence[Program]) -> str:
     """Return what happens between the kernels of a stage, or nothing."""
-    if any(np.any(rows[:, 0] == Op.BACKWARD_INPUT) for program in programs for rows in program.rows):
-        return f"schedule {config.schedule.name!r} runs its backward in two parts"
     if config.train.batch_norm == "minibatch":
         return '[train] batch_norm = "minibatch" keeps statistics between kernels'
     if any(group.statistics for program in programs for group in program.groups):

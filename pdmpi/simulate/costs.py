@@ -40,7 +40,8 @@ class StageCost:
         Of one weight version, of the gradients of what is trained, of the optimizer's
         state, and of buffers that are not versioned.
     saved_bytes
-        What autograd keeps between forward and backward of one microbatch.
+        What autograd keeps between forward and backward of one microbatch; where a schedule splits the
+        backward, also what is kept between its parts.
     workspace_bytes
         Most that there is beyond that while any layer runs: what it allocates, gradients that wait.
     graph_bytes
@@ -165,21 +166,34 @@ def costs_of(plan: Plan) -> Costs:
         sizes[Channel(Kind.GRADIENT, target, source)] = sum(
             graph.spec(ref).nbytes for ref in refs if graph.returns_gradient(ref)
         )
+    splits = terms_of(plan.schedule).splits_backward
+    returned = [(c.source_stage, nbytes) for c, nbytes in sizes.items() if c.kind == Kind.GRADIENT]
     return Costs(
         stages=tuple(
-            _stage_cost(plan, stage, network, [p.rank for p in plan.placement if p.stage == number])
+            _stage_cost(
+                plan,
+                stage,
+                network,
+                [p.rank for p in plan.placement if p.stage == number],
+                splits=splits and any(a == number and nbytes for a, nbytes in returned),
+            )
             for number, stage in enumerate(plan.stages)
         ),
         message_bytes=sizes,
         network=network,
         speeds=tuple(cluster.device(device).relative_speed for device in devices),
         bucket_bytes=DEVICE_BUCKET_BYTES if plan.profile.machine.get("device") == "cuda" else BUCKET_BYTES,
-        graphed=plan.profile.is_graphed and not terms_of(plan.schedule).splits_backward,
+        graphed=plan.profile.is_graphed,
     )
 
 
-def _stage_cost(plan: Plan, stage: StagePlan, network: Network, ranks: Sequence[int]) -> StageCost:
-    """Return the costs of a stage on its ranks; what a core works for sums is part of its backwards."""
+def _stage_cost(
+    plan: Plan, stage: StagePlan, network: Network, ranks: Sequence[int], *, splits: bool
+) -> StageCost:
+    """Return the costs of a stage on its ranks; what a core works for sums is part of its backwards.
+
+    ``splits`` says whether there is a first part of its backwards, for gradients that others wait for.
+    """
     profile, choice = plan.profile, plan.schedule
     per_update = terms_of(choice).microbatches_per_update(choice.microbatches, stage.replicas)
     trained = profile.graph.trained
@@ -198,7 +212,7 @@ def _stage_cost(plan: Plan, stage: StagePlan, network: Network, ranks: Sequence[
         gradient_bytes=gradient_bytes,
         state_bytes=round(gradient_bytes * profile.optimizer_state_factor),
         buffer_bytes=sum(cost.buffer_bytes for cost in costs),
-        saved_bytes=sum(cost.saved_bytes for cost in costs),
+        saved_bytes=sum(cost.saved_bytes + (cost.split_bytes if splits else 0) for cost in costs),
         workspace_bytes=max((cost.workspace_bytes for cost in costs), default=0),
         graph_bytes=profile.graph_bytes(positions),
     )

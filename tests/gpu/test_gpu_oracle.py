@@ -18,9 +18,9 @@ SCHEDULES = [
 pytestmark = pytest.mark.gpu
 
 
-def is_eager(schedule: str, replicas: list[int]) -> bool:
-    """Backwards in two parts are eager, and sums by MPI, which ranks that share a device need."""
-    return schedule.startswith("zb") or (replicas == [2] and torch.cuda.device_count() < 2)
+def is_eager(replicas: list[int]) -> bool:
+    """Sums by MPI are eager, which ranks that share a device need."""
+    return replicas == [2] and torch.cuda.device_count() < 2
 
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
@@ -34,7 +34,7 @@ def test_equals_the_oracle(model: str, graphs: bool) -> None:
         env={"OMPI_MCA_pml": "ucx"}, timeout=240,
     )  # fmt: skip
     assert done.stdout.count("equal") == len(cases), done.stdout + done.stderr
-    eager = sum(not graphs or is_eager(name, replicas) for _, name, _, replicas, _, _ in cases)
+    eager = sum(not graphs or is_eager(replicas) for _, _, _, replicas, _, _ in cases)
     assert done.stdout.count(" 0 graphs") == eager, done.stdout
 
 

@@ -79,6 +79,8 @@ def test_bytes_are_exact() -> None:
     assert [costs[n].saved_bytes for n in "01234"] == [
         3 * plane, 4 * plane + 32, 4 * plane, 0, 3 * 8 * 4 + 3 * 8 + 4,
     ]  # fmt: skip
+    # Nobody waits for the image's gradient; a ReLU has no parameters.
+    assert [costs[n].split_bytes for n in "01234"] == [0, 4 * plane, 0, 0, 3 * 8 * 4]
     assert profile.optimizer_state_factor == pytest.approx(2.0, abs=1e-3)
     assert 0 < profile.update_s_per_byte < 1e-6
     assert all(cost.forward_s > 0 and cost.backward_s >= 0 for cost in profile.costs[1:])

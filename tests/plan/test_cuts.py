@@ -71,6 +71,7 @@ def test_sums_and_crossing_bytes_are_those_of_the_layers(profile):
         own = [profile.costs[graph.index[name]] for name in names]
         assert cuts.forward_s[outer] - cuts.forward_s[inner] == pytest.approx(sum(c.forward_s for c in own))
         assert cuts.saved_bytes[outer] - cuts.saved_bytes[inner] == sum(c.saved_bytes for c in own)
+        assert cuts.split_bytes[outer] - cuts.split_bytes[inner] == sum(c.split_bytes for c in own)
         assert cuts.workspace_bytes[inner, outer] == max(c.workspace_bytes for c in own)
         assert cuts.graph_bytes[inner, outer] == most_held(own) - sum(c.saved_bytes for c in own)
         if inner == 0 and outer < len(cuts) - 1:

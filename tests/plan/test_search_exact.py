@@ -53,6 +53,7 @@ def profiles(draw, max_layers: int = 8) -> Profile:
                 buffer_bytes=draw(st.sampled_from([0, 100])),
                 saved_bytes=draw(st.sampled_from([0, 16 * elements, 50_000])),
                 workspace_bytes=draw(st.sampled_from([0, 0, 100_000])),
+                split_bytes=draw(st.sampled_from([0, 40_000])),
                 forward_workspace_bytes=draw(st.sampled_from([0, 0, 60_000, 90_000])),
             )
         )
@@ -242,7 +243,7 @@ def test_two_levels_with_memory(profile, cluster, recompute):
 
 
 @settings(max_examples=15, deadline=None)
-@given(profiles(4), clusters(1, True), st.sampled_from(["2bw", "1f1b", "gpipe"]), st.integers(1, 8))
+@given(profiles(4), clusters(1, True), st.sampled_from(["2bw", "1f1b", "gpipe", "zb-h1"]), st.integers(1, 8))
 def test_other_schedules(profile, cluster, name, microbatches):
     check(profile, cluster, ScheduleChoice(name=name, microbatches=microbatches))
 

@@ -21,7 +21,7 @@ from pdmpi.transport.local import LocalWorld
 
 CASES = [
     ("pipedream", 1, [1]), ("pipedream", 1, [1, 1, 1]), ("pipedream-vsync", 1, [1, 1]),
-    ("2bw", 4, [1, 1]), ("gpipe", 4, [1, 1]), ("1f1b", 4, [1, 1, 1]),
+    ("2bw", 4, [1, 1]), ("gpipe", 4, [1, 1]), ("1f1b", 4, [1, 1, 1]), ("zb-h1", 4, [1, 1]),
 ]  # fmt: skip
 
 MODELS = ("conv", "sequence")
@@ -65,6 +65,26 @@ def test_equals_the_oracle(
     for player in checked(config, plan, trained(monkeypatch, config, plan, graph_updates)):
         assert player.num_graphed
         assert not player.why_eager
+
+
+@pytest.mark.parametrize("graph_updates", [True, False])
+def test_backwards_in_two_parts_deep_in_a_pipeline(
+    graph_updates: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = run_config("conv", "zb-h1", 4, evaluate_every=0, minibatch_size=4)
+    plan = make_plan(config, [1, 1, 1])
+    players = checked(config, plan, trained(monkeypatch, config, plan, graph_updates))
+    assert [bool(p.num_graphed) for p in players] == [True] * 3
+    assert all(one.backward_input is not None for p in players for one in p._graphs.values())
+
+
+def test_a_backward_that_cannot_be_split_stays_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU an LSTM reads its weights at every step."""
+    config = run_config("sequence", "zb-h1", 4, evaluate_every=0, minibatch_size=4)
+    plan = make_plan(config, [1, 1, 1])
+    players = checked(config, plan, trained(monkeypatch, config, plan, True, insist=False))
+    assert any("used twice" in player.why_eager for player in players)
+    assert all(bool(player.num_graphed) != bool(player.why_eager) for player in players)
 
 
 def test_rates_that_change_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:

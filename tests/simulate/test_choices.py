@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from small_plans import cluster, profile, small_plan
+from small_plans import small_plan
 
 from pdmpi.errors import InputError
-from pdmpi.plan.alternatives import candidates as considered
 from pdmpi.plan.plan import Plan, ScheduleChoice
-from pdmpi.plan.profile import CUDA_GRAPHS
 from pdmpi.schedule.topology import topology_of
 from pdmpi.simulate.auto_depth import auto_depth
 from pdmpi.simulate.compare import compare
@@ -75,15 +73,6 @@ def test_the_fastest_is_chosen_and_the_reason_given() -> None:
     assert "times the throughput of gpipe" in found.why
     assert "not usable: data-parallel" in found.why
     assert found.candidates[-1].note == "too big"
-
-
-def test_split_backwards_are_left_out_where_graphs_were_measured() -> None:
-    eager = profile()
-    graphed = replace(eager, machine={CUDA_GRAPHS: "yes"})
-    choice = ScheduleChoice(microbatches=8)
-    for one, wanted in ((eager, False), (graphed, True)):
-        left_out = {c.name for c in considered(one, cluster(), choice) if "CUDA graphs" in c.reason}
-        assert left_out == ({"zb-h1", "zb-v"} if wanted else set())
 
 
 def test_of_equally_fast_ones_the_one_without_stale_weights() -> None:

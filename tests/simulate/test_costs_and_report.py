@@ -147,8 +147,20 @@ def test_graphs_hold_what_a_forward_needs_with_every_saved_slot() -> None:
     assert [p["graphs"] for p in parts("yes", 700, flush)] == [8 * 700, 8 * 700]
     assert [p["graphs"] for p in parts("yes", 700, ScheduleChoice())] == [2 * 700, 700]
     assert [p["graphs"] for p in parts("no", 700, flush)] == [0, 0]
-    assert [p["graphs"] for p in parts("yes", 700, replace(flush, name="zb-h1"))] == [0, 0]
+    assert [p["graphs"] for p in parts("yes", 700, replace(flush, name="zb-h1"))] == [2 * 700, 2 * 700]
     assert [p["graphs"] for p in parts("yes", 700, replace(flush, recompute="always"))] == [700, 700]
+
+
+def test_a_backward_in_two_parts_keeps_gradients_between_them_where_there_is_a_first() -> None:
+    def saved(name: str) -> list[int]:
+        plan = small_plan(1, 1, schedule=ScheduleChoice(name=name, microbatches=8))
+        plain = [rank.memory_parts["saved"] for rank in forecast(plan).report.ranks]
+        costs = tuple(replace(c, split_bytes=c.saved_bytes) for c in plan.profile.costs)
+        split = forecast(replace(plan, profile=replace(plan.profile, costs=costs))).report.ranks
+        return [rank.memory_parts["saved"] // bytes for rank, bytes in zip(split, plain, strict=True)]
+
+    assert saved("1f1b") == [1, 1]
+    assert saved("zb-h1") == [1, 2]
 
 
 def test_graphs_hold_saved_slots_that_are_never_full_together() -> None:
