@@ -182,13 +182,14 @@ def memory_bytes(
     flight = microbatches if terms.holds_all else depth
     flight = min(flight, microbatches) if terms.flushes and terms.accumulates else flight
     kept = 1 if recompute else flight
+    split = sums.split if terms.splits_backward and entering[1] else 0
     return {
         "weights": sums.parameters + sums.gradients * (versions - 1),
         "gradients": sums.gradients,
         "optimizer_state": round(sums.gradients * state_factor),
         "buffers": sums.buffers,
-        "saved": (sums.saved + (sums.split if terms.splits_backward and entering[1] else 0)) * kept,
-        "graphs": sums.graphs * kept,
+        "saved": (sums.saved + split) * kept,
+        "graphs": max(sums.graphs - split, 0) * kept,  # what is kept lies where a forward needed room
         "slots": entering[0] * flight + 2 * (entering[1] + leaving[0] + leaving[1]),
         "workspace": sums.workspace,
     }

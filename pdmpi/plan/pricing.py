@@ -304,11 +304,11 @@ class Pricer:
         used = minus[inner, None] + plus[None, outer]
         if any(cost.workspace_bytes for cost in cuts.profile.costs):
             used += cuts.workspace_bytes[inner, outer]
+        beside = cuts.graph_bytes[inner, outer] if cuts.profile.is_graphed else np.zeros_like(used)
         if terms.splits_backward:
             split = cuts.split_bytes[None, outer] - cuts.split_bytes[inner, None]
-            used += kept * split * (cuts.returned_bytes[inner, None] > 0)
-        if cuts.profile.is_graphed:
-            used += kept * cuts.graph_bytes[inner, outer]
+            beside = np.maximum(beside, split * (cuts.returned_bytes[inner, None] > 0))
+        used += kept * beside
         return used
 
 

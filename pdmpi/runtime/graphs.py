@@ -96,10 +96,8 @@ class GraphedPlayer(Player):
         self._graphs: dict[Pass, _Graphs] = {}
         self._static: dict[int, Batch] = {}
         self._gradients: dict[nn.Parameter, Tensor] = {}
-        self._passes: dict[int, Pass] = {}
-        self._update_of: dict[int, int] = {}
+        self._passes: Mapping[int, Pass] = {}
         self._accumulates = False
-        self._is_graphed: dict[int, bool] = {}
         self._playing: dict[int, _Graphs] = {}
         self._trained: tuple[nn.Parameter, ...] | None = None
         self._arms = False
@@ -135,10 +133,8 @@ class GraphedPlayer(Player):
 
     def follow(self, rows: Sequence[Sequence[int]], stage: int) -> None:
         """Read which slots each microbatch of the program that follows will use."""
-        passes, update_of = passes_of(rows, stage)
-        self._passes, self._update_of = dict(passes), dict(update_of)
-        self._accumulates = any(not one.opens for one in passes.values())
-        self._is_graphed.clear()
+        self._passes = passes_of(rows, stage)
+        self._accumulates = any(not one.opens for one in self._passes.values())
         self._last = None
 
     def forward(self, k: int, version: int, weights: int, inputs: int, output: int, saved: int) -> None:
@@ -150,7 +146,6 @@ class GraphedPlayer(Player):
         batch = Batch({}, None) if self._feed is None else self._feed(k)
         graphs = self._place(inputs, batch) and self._graphs_of(one, k, version)
         if not graphs:
-            self._is_graphed[self._update_of[k]] = False
             self._fed[k] = batch
             self.compute_forward(k, version, weights, inputs, output, saved)
             return
@@ -172,11 +167,11 @@ class GraphedPlayer(Player):
 
     def backward(self, k: int, version: int, weights: int, saved: int, grad_in: int, grad_out: int) -> None:
         """Accumulate the parameters' gradients and fill the slot of gradients for earlier stages."""
-        if k in self._playing:
+        if self._replays(k):
             self._used.append(version)
-        if not self._replay_backward(k):
+        else:
             super().backward(k, version, weights, saved, grad_in, grad_out)
-            self._gather_eager(k)
+            self._gather_eagerly(k)
 
     def backward_input(
         self, k: int, version: int, weights: int, saved: int, grad_in: int, grad_out: int
@@ -192,12 +187,12 @@ class GraphedPlayer(Player):
 
     def backward_weight(self, k: int, weights: int, saved: int) -> None:
         """Accumulate the parameters' gradients that `backward_input` left."""
-        if not self._replay_backward(k):
+        if not self._replays(k):
             super().backward_weight(k, weights, saved)
-            self._gather_eager(k)
+            self._gather_eagerly(k)
 
-    def _replay_backward(self, k: int) -> bool:
-        """Replay what leaves the parameters' gradients, if graphs play the microbatch."""
+    def _replays(self, k: int) -> bool:
+        """Replay what leaves the parameters' gradients, if graphs play the microbatch; say whether."""
         graphs = self._last = self._playing.pop(k, None)
         if graphs is not None:
             graphs.backward.replay()
@@ -208,17 +203,18 @@ class GraphedPlayer(Player):
         self._arms = False
         return graphs is not None
 
-    def _gather_eager(self, k: int) -> None:
-        """Move gradients that wait, once it is known which there are, to the place that graphs have for them.
+    def _gather_eagerly(self, k: int) -> None:
+        """Move gradients that wait to the place where graphs add to them.
 
-        Where they were made they would hold the memory of the activations around them.
+        Where they were made they would hold the memory of the activations around them, too.
         """
-        if self._trained is None or k not in self._passes or not self._keeps_gradients(self._passes[k]):
+        if self.why_eager or k not in self._passes or not self._keeps_gradients(self._passes[k]):
             return
         fixed = self._waiting()
         with torch.no_grad():
-            for parameter in self._trained:
-                place = fixed[parameter]
+            if fixed and self._passes[k].opens:
+                torch._foreach_zero_(list(fixed.values()))
+            for parameter, place in fixed.items():
                 if parameter.grad is not None and parameter.grad is not place:
                     place.copy_(parameter.grad)
                     parameter.grad = place
@@ -237,6 +233,9 @@ class GraphedPlayer(Player):
         if self._last is not None and self._last.update is not None:
             self._last.update.replay()
             self.weights.stand_at(write)
+            if self._accumulates:  # or an eager backward that follows would add to them
+                for parameter in self.weights.parameters.values():
+                    parameter.grad = None
             self._note_lags(version)
             return
         if self._limit is None:
@@ -263,13 +262,8 @@ class GraphedPlayer(Player):
             self._draws.start(self.module.seeds(self._first + k))
 
     def _pass_of(self, k: int) -> Pass | None:
-        """Return the pass of a microbatch if graphs play it: all of an update's microbatches, or none."""
-        if k not in self._passes:
-            return None
-        number = self._update_of[k]
-        if number not in self._is_graphed:
-            self._is_graphed[number] = self._trained is not None and not self.why_eager
-        return self._passes[k] if self._is_graphed[number] else None
+        """Return the pass of a microbatch if graphs play it."""
+        return None if self._trained is None or self.why_eager else self._passes.get(k)
 
     def _place(self, inputs: int, batch: Batch) -> bool:
         """Copy what was fed to where the graphs of an input slot read it; say whether it fits."""
@@ -308,8 +302,8 @@ class GraphedPlayer(Player):
         if kept not in self._pools:
             self._pools[kept] = self._capturer.new_pool()
         slot, scratch, capture = self._pools[kept], self._capturer.scratch, self._capturer.capture
-        if self._keeps_gradients(one):
-            self._waiting()
+        if self._keeps_gradients(one) or not one.opens:
+            self._waiting()  # before a capture, whose memory it would else be part of
         drawing = nullcontext() if self._draws is None else self.module.drawing(self._draws.draw)
         with self._undone(one, k), drawing:
             self._fed[k] = self._static[inputs]
@@ -339,8 +333,8 @@ class GraphedPlayer(Player):
     def _waiting(self) -> Mapping[nn.Parameter, Tensor]:
         """Return the place of gradients that wait."""
         if not self._gradients:
-            trained = self._trained or ()
-            self._gradients = dict(zip(trained, flat_views([p.data for p in trained])[1], strict=True))
+            parameters = list(self.weights.parameters.values())
+            self._gradients = dict(zip(parameters, flat_views(parameters)[1], strict=True))
         return self._gradients
 
     def _input_part(self, k: int, version: int, *slots: int) -> None:
@@ -352,22 +346,23 @@ class GraphedPlayer(Player):
 
     def _accumulating(self, one: Pass, k: int, version: int, *slots: int) -> None:
         """Run a backward, or its second part, that leaves the gradients where the update finds them."""
-        trained, keeps = self._trained or (), self._keeps_gradients(one)
-        if keeps and one.opens:
-            torch._foreach_zero_(list(self._gradients.values()))
+        trained, keeps = set(self._trained or ()), self._keeps_gradients(one)
+        fixed = self._waiting() if keeps or not one.opens else {}
+        if fixed and one.opens:
+            torch._foreach_zero_(list(fixed.values()))
         for parameter in self.weights.parameters.values():
-            parameter.grad = self._gradients.get(parameter) if keeps or not one.opens else None
+            parameter.grad = fixed.get(parameter) if parameter in trained else None
         if one.reduces:
             super().arm_reduce()
         if one.splits:
             super().backward_weight(k, *slots[:2])
         else:
             super().backward(k, version, *slots)
-        if {p for p in self.weights.parameters.values() if p.grad is not None} != set(trained):
+        if {p for p in self.weights.parameters.values() if p.grad is not None} != trained:
             raise _CaptureError("the set of parameters that get a gradient changes")
         if one.reduces:
             super().wait_reduce()
-        elif keeps and any(p.grad is not self._gradients[p] for p in trained):
+        elif keeps and any(p.grad is not fixed[p] for p in trained):
             raise _CaptureError("a gradient is not added in place")
 
     def _keeps_gradients(self, one: Pass) -> bool:

@@ -45,16 +45,11 @@ class Pass:
     update: Slots = ()
 
 
-def passes_of(rows: Iterable[Sequence[int]], stage: int) -> tuple[Mapping[int, Pass], Mapping[int, int]]:
-    """Return the pass of each microbatch that a rank trains at a stage, and the update that each is for.
-
-    Updates are numbered in the order of the program.
-    """
+def passes_of(rows: Iterable[Sequence[int]], stage: int) -> Mapping[int, Pass]:
+    """Return the pass of each microbatch that a rank trains at a stage."""
     found: dict[int, Pass] = {}
-    update_of: dict[int, int] = {}
     due: list[int] = []
     reduces = False
-    number = 0
     for op, at, k, *operands in rows:
         if at != stage:
             continue
@@ -70,14 +65,11 @@ def passes_of(rows: Iterable[Sequence[int]], stage: int) -> tuple[Mapping[int, P
         elif op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
             slots = tuple(operands[1:5]) if op == Op.BACKWARD else found[k].backward
             found[k] = replace(found[k], backward=slots, opens=not due, reduces=reduces)
-            update_of[k] = number
             due.append(k)
             reduces = False
         elif op == Op.UPDATE:
             if due:
                 found[due[-1]] = replace(found[due[-1]], update=(operands[1], operands[2]))
             due.clear()
-            number += 1
             reduces = False  # a sum over all stages, right before the update, is of no backward
-    trained = {k: one for k, one in found.items() if one.backward and one.backward[1] != NO_SLOT}
-    return trained, update_of
+    return {k: one for k, one in found.items() if one.backward and one.backward[1] != NO_SLOT}

@@ -202,6 +202,7 @@ def _stage_cost(
     costs = [cost for _, cost in layers]
     gradient_bytes = sum(cost.parameter_bytes for trains, cost in layers if trains)
     adding_s = gradient_bytes * profile.accumulation_s_per_byte(per_update)
+    split = sum(cost.split_bytes for cost in costs) if splits else 0
     adding_s += network.allreduce_work_s(ranks, gradient_bytes) / per_update
     return StageCost(
         forward_s=math.fsum(cost.forward_s for cost in costs),
@@ -212,7 +213,7 @@ def _stage_cost(
         gradient_bytes=gradient_bytes,
         state_bytes=round(gradient_bytes * profile.optimizer_state_factor),
         buffer_bytes=sum(cost.buffer_bytes for cost in costs),
-        saved_bytes=sum(cost.saved_bytes + (cost.split_bytes if splits else 0) for cost in costs),
+        saved_bytes=sum(cost.saved_bytes for cost in costs) + split,
         workspace_bytes=max((cost.workspace_bytes for cost in costs), default=0),
-        graph_bytes=profile.graph_bytes(positions),
+        graph_bytes=max(profile.graph_bytes(positions) - split, 0),  # it lies where a forward needed room
     )

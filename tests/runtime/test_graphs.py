@@ -67,6 +67,19 @@ def test_equals_the_oracle(
         assert not player.why_eager
 
 
+@pytest.mark.parametrize("most", [1, 2, 3])
+@pytest.mark.parametrize("schedule", ["2bw", "gpipe", "1f1b", "zb-h1"])
+def test_an_update_of_which_some_microbatches_are_graphed(
+    schedule: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphs, "_MOST_GRAPHED", most)
+    config = run_config("conv", schedule, 4, evaluate_every=0, minibatch_size=4)
+    plan = make_plan(config, [1, 1])
+    for player in checked(config, plan, trained(monkeypatch, config, plan, True)):
+        assert player.num_graphed == most
+        assert not player.why_eager
+
+
 @pytest.mark.parametrize("graph_updates", [True, False])
 def test_backwards_in_two_parts_deep_in_a_pipeline(
     graph_updates: bool, monkeypatch: pytest.MonkeyPatch
