@@ -107,21 +107,23 @@ class SavedBytes:
 
     def run(
         self, stage: StageModule, inputs: Mapping[Ref, Tensor], microbatch: int
-    ) -> tuple[dict[Ref, Tensor], int]:
-        """Run a stage; return its outputs and the bytes that it alone keeps."""
+    ) -> tuple[dict[Ref, Tensor], int, list[Tensor]]:
+        """Run a stage; return its outputs, the bytes that it alone keeps, and all that it keeps."""
         with _kept() as kept:
             outputs = stage(inputs, microbatch)
+        everything = list(kept.values())
         for held in (*stage.parameters(), *stage.buffers()):
             kept.pop(_memory(held), None)
-        return outputs, self._own_bytes(kept, {**outputs, **inputs})
+        return outputs, self._own_bytes(kept, {**outputs, **inputs}), everything
 
     def loss(
         self, criterion: Callable[[Mapping[Ref, Tensor]], Tensor], outputs: Mapping[Ref, Tensor]
-    ) -> tuple[Tensor, int]:
-        """Return the loss of the model's outputs and the bytes that it keeps beside them."""
+    ) -> tuple[Tensor, int, list[Tensor]]:
+        """Return the loss of the model's outputs, the bytes it keeps beside them, and all that it keeps."""
         with _kept() as kept:
             loss = criterion(outputs)
-        return loss, self._own_bytes(kept, outputs)
+        everything = list(kept.values())
+        return loss, self._own_bytes(kept, outputs), everything
 
     def others(self, values: Mapping[Ref, Tensor]) -> int:
         """Return the bytes of those values that nothing has kept yet."""
@@ -209,13 +211,17 @@ class Step:
         self._replayed: Callable[[], _Marks] | None = None
 
     def warm_up(self, saved: SavedBytes) -> None:
-        """Run once untimed, counting bytes."""
-        runs = {}
+        """Run once untimed, counting bytes.
+
+        What a backward allocates is counted beside all that was saved for it: under CUDA graphs it does not
+        lie where something saved is no longer needed.
+        """
+        runs, held = {}, {}
         self.values = dict(self._before)
         for name, stage in self._stages.items():
             inputs, live = self._inputs(stage), self._live_bytes(name, saved)
             with self._precision(), self._counting() as found:
-                outputs, kept = saved.run(stage, inputs, 0)
+                outputs, kept, held[name] = saved.run(stage, inputs, 0)
             self.samples[name].saved_bytes = kept
             self._note(name, found, forward_bytes=live - kept)
             runs[name] = self._keep(inputs, outputs)
@@ -225,19 +231,21 @@ class Step:
             gradients = sum(p.nbytes for p in self._stages[name].parameters() if p.requires_grad)
             with self._counting() as found:
                 self.samples[name].split_bytes = _watched_backward_of(runs.pop(name), self._grads)
+            del held[name]
             self._note(name, found, gradients, self._traced.graph.gradient_bytes_over(name))
 
     def _warm_up_loss(self, saved: SavedBytes, last: str) -> None:
         """Count what the loss keeps and allocates for the layer that it counts for."""
         live = self._live_bytes("", saved)
         with self._precision(), self._counting() as found:
-            loss, kept = saved.loss(self._loss_of, self._outputs())
+            loss, kept, held = saved.loss(self._loss_of, self._outputs())
         self.samples[last].saved_bytes += kept
         self._note(last, found, forward_bytes=live - kept)
         if loss.requires_grad:
             with self._counting() as found:
                 loss.backward()  # type: ignore[no-untyped-call]
             self._note(last, found)
+        del held
 
     def _live_bytes(self, name: str, saved: SavedBytes) -> int:
         """Return the bytes of values that a layer, or one behind it, reads and that autograd has not saved.
