@@ -107,22 +107,22 @@ class SavedBytes:
 
     def run(
         self, stage: StageModule, inputs: Mapping[Ref, Tensor], microbatch: int
-    ) -> tuple[dict[Ref, Tensor], int, list[Tensor]]:
-        """Run a stage; return its outputs, the bytes that it alone keeps, and all that it keeps."""
+    ) -> tuple[dict[Ref, Tensor], int, list[torch.UntypedStorage]]:
+        """Run a stage; return its outputs, the bytes that it alone keeps, and all memory that it keeps."""
         with _kept() as kept:
             outputs = stage(inputs, microbatch)
-        everything = list(kept.values())
+        everything = [tensor.untyped_storage() for tensor in kept.values()]
         for held in (*stage.parameters(), *stage.buffers()):
             kept.pop(_memory(held), None)
         return outputs, self._own_bytes(kept, {**outputs, **inputs}), everything
 
     def loss(
         self, criterion: Callable[[Mapping[Ref, Tensor]], Tensor], outputs: Mapping[Ref, Tensor]
-    ) -> tuple[Tensor, int, list[Tensor]]:
-        """Return the loss of the model's outputs, the bytes it keeps beside them, and all that it keeps."""
+    ) -> tuple[Tensor, int, list[torch.UntypedStorage]]:
+        """Return the loss of the model's outputs, the bytes it keeps beside them, and all memory it keeps."""
         with _kept() as kept:
             loss = criterion(outputs)
-        everything = list(kept.values())
+        everything = [tensor.untyped_storage() for tensor in kept.values()]
         return loss, self._own_bytes(kept, outputs), everything
 
     def others(self, values: Mapping[Ref, Tensor]) -> int:
