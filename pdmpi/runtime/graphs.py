@@ -11,8 +11,7 @@ eagerly, so that libraries and the optimizer have allocated what they keep.
 Memory.  What a forward saves lies in a pool of its saved slot, all else in one scratch pool
 of the rank, so that graphs share memory as far as they are never alive together.
 Gradients that a captured update takes at once stay in the scratch pool; those that wait (for more
-microbatches, or for an update that is not captured) have one fixed place, in one piece: in many they
-would lie in gaps between activations of the first, eager microbatches, and hold the memory around them.
+microbatches, or for an update that is not captured) have one fixed place.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from pdmpi.runtime.capture import Capturer, Draws, Replayable
 from pdmpi.runtime.feed import Batch
 from pdmpi.runtime.passes import Pass, passes_of
 from pdmpi.runtime.player import Criterion, Player
-from pdmpi.runtime.weights import flat_views
+from pdmpi.runtime.waiting import WaitingGradients
 from pdmpi.schedule.program import NO_SLOT
 
 __all__ = ["GraphedPlayer", "can_capture"]
@@ -95,7 +94,7 @@ class GraphedPlayer(Player):
         self._pools: dict[int, Any] = {}
         self._graphs: dict[Pass, _Graphs] = {}
         self._static: dict[int, Batch] = {}
-        self._gradients: dict[nn.Parameter, Tensor] = {}
+        self._waiting = WaitingGradients(list(self.weights.parameters.values()))
         self._passes: Mapping[int, Pass] = {}
         self._accumulates = False
         self._playing: dict[int, _Graphs] = {}
@@ -171,7 +170,7 @@ class GraphedPlayer(Player):
             self._used.append(version)
         else:
             super().backward(k, version, weights, saved, grad_in, grad_out)
-            self._gather_eagerly(k)
+            self._gather(k)
 
     def backward_input(
         self, k: int, version: int, weights: int, saved: int, grad_in: int, grad_out: int
@@ -189,7 +188,7 @@ class GraphedPlayer(Player):
         """Accumulate the parameters' gradients that `backward_input` left."""
         if not self._replays(k):
             super().backward_weight(k, weights, saved)
-            self._gather_eagerly(k)
+            self._gather(k)
 
     def _replays(self, k: int) -> bool:
         """Replay what leaves the parameters' gradients, if graphs play the microbatch; say whether."""
@@ -203,21 +202,10 @@ class GraphedPlayer(Player):
         self._arms = False
         return graphs is not None
 
-    def _gather_eagerly(self, k: int) -> None:
-        """Move gradients that wait to the place where graphs add to them.
-
-        Where they were made they would hold the memory of the activations around them, too.
-        """
-        if self.why_eager or k not in self._passes or not self._keeps_gradients(self._passes[k]):
-            return
-        fixed = self._waiting()
-        with torch.no_grad():
-            if fixed and self._passes[k].opens:
-                torch._foreach_zero_(list(fixed.values()))
-            for parameter, place in fixed.items():
-                if parameter.grad is not None and parameter.grad is not place:
-                    place.copy_(parameter.grad)
-                    parameter.grad = place
+    def _gather(self, k: int) -> None:
+        """Let gradients of a backward that was launched wait where graphs add to them."""
+        if not self.why_eager and k in self._passes and self._keeps_gradients(self._passes[k]):
+            self._waiting.gather(opens=self._passes[k].opens)
 
     def arm_reduce(self) -> None:
         """Let gradients leave for their sum as the next backward finishes them."""
@@ -233,9 +221,8 @@ class GraphedPlayer(Player):
         if self._last is not None and self._last.update is not None:
             self._last.update.replay()
             self.weights.stand_at(write)
-            if self._accumulates:  # or an eager backward that follows would add to them
-                for parameter in self.weights.parameters.values():
-                    parameter.grad = None
+            if self._accumulates:  # or a backward that is launched would add to them
+                self._waiting.forget()
             self._note_lags(version)
             return
         if self._limit is None:
@@ -303,7 +290,7 @@ class GraphedPlayer(Player):
             self._pools[kept] = self._capturer.new_pool()
         slot, scratch, capture = self._pools[kept], self._capturer.scratch, self._capturer.capture
         if self._keeps_gradients(one) or not one.opens:
-            self._waiting()  # before a capture, whose memory it would else be part of
+            self._waiting.reserve()  # before a capture, whose memory it would else be part of
         drawing = nullcontext() if self._draws is None else self.module.drawing(self._draws.draw)
         with self._undone(one, k), drawing:
             self._fed[k] = self._static[inputs]
@@ -330,13 +317,6 @@ class GraphedPlayer(Player):
         kept_loss = loss if isinstance(loss, Tensor) else None
         return _Graphs(forward, again, first, backward, update, kept_loss, gradients)
 
-    def _waiting(self) -> Mapping[nn.Parameter, Tensor]:
-        """Return the place of gradients that wait."""
-        if not self._gradients:
-            parameters = list(self.weights.parameters.values())
-            self._gradients = dict(zip(parameters, flat_views(parameters)[1], strict=True))
-        return self._gradients
-
     def _input_part(self, k: int, version: int, *slots: int) -> None:
         """Run the first part of a backward in two."""
         super().backward_input(k, version, *slots)
@@ -347,11 +327,10 @@ class GraphedPlayer(Player):
     def _accumulating(self, one: Pass, k: int, version: int, *slots: int) -> None:
         """Run a backward, or its second part, that leaves the gradients where the update finds them."""
         trained, keeps = set(self._trained or ()), self._keeps_gradients(one)
-        fixed = self._waiting() if keeps or not one.opens else {}
-        if fixed and one.opens:
-            torch._foreach_zero_(list(fixed.values()))
-        for parameter in self.weights.parameters.values():
-            parameter.grad = fixed.get(parameter) if parameter in trained else None
+        if keeps or not one.opens:
+            self._waiting.expect(trained, opens=one.opens, at_once=keeps)
+        else:
+            self._waiting.forget()
         if one.reduces:
             super().arm_reduce()
         if one.splits:
@@ -362,7 +341,7 @@ class GraphedPlayer(Player):
             raise _CaptureError("the set of parameters that get a gradient changes")
         if one.reduces:
             super().wait_reduce()
-        elif keeps and any(p.grad is not fixed[p] for p in trained):
+        elif keeps and not self._waiting.add():
             raise _CaptureError("a gradient is not added in place")
 
     def _keeps_gradients(self, one: Pass) -> bool:
