@@ -23,7 +23,8 @@ class Allocation:
     slot
         Slot of each item.
     free_after
-        Position of the release that leaves each item's slot free; -1 for a slot not used before.
+        Position of the release that leaves each item's slot free, and those of the items before it; -1 for a
+        slot not used before.
     """
 
     count: int
@@ -31,7 +32,9 @@ class Allocation:
     free_after: Positions
 
 
-def allocate(acquire: Positions, release: Positions, *, least: int = 0, ahead: bool = False) -> Allocation:
+def allocate(
+    acquire: Positions, release: Positions, *, least: int = 0, ahead: bool = False, restarts: bool = False
+) -> Allocation:
     """Give every item a slot that no item alive at the same time has.
 
     Parameters
@@ -44,6 +47,9 @@ def allocate(acquire: Positions, release: Positions, *, least: int = 0, ahead: b
     ahead
         Whether each slot must be free a computation before it is needed, so that it can be
         received into meanwhile; takes one slot more where that is not so anyway.
+    restarts
+        Whether slots are handed out from the first one on again wherever none is in use, unless one would
+        then be free too late: a schedule that flushes repeats itself, and should do so on the same slots.
     """
     num = len(acquire)
     first = np.argsort(acquire, kind="stable")
@@ -57,13 +63,33 @@ def allocate(acquire: Positions, release: Positions, *, least: int = 0, ahead: b
         count += 1
     count = min(count, num)
     taken = np.arange(num)
+    free = np.full(num, -1, np.int64)
     if count:
         taken = _handed_on(taken, order, count)
-    slot = np.empty(num, np.int64)
-    slot[first] = taken
-    free_after = np.full(num, -1, np.int64)
-    free_after[first[count:]] = freed[: num - count]
+        free[count:] = freed[: num - count]
+    if restarts and count > 1:
+        again = _restarting(ends, np.flatnonzero(alive == 1), count)
+        free_again = _last_release(again, ends)
+        if not ahead or bool((starts - free_again >= np.minimum(starts - free, 2)).all()):
+            taken, free = again, free_again
+    slot, free_after = np.empty(num, np.int64), np.empty(num, np.int64)
+    slot[first], free_after[first] = taken, free
     return Allocation(count, slot, free_after)
+
+
+def _restarting(ends: Positions, begins: Positions, count: int) -> Positions:
+    """Return the slots when every run of items, from where it begins, takes them from the first one on."""
+    runs = [np.argsort(run, kind="stable") for run in np.split(ends, begins[1:])]
+    return np.concatenate([_handed_on(np.arange(len(run)), run, count) for run in runs])
+
+
+def _last_release(slots: Positions, ends: Positions) -> Positions:
+    """Return the last release of each item's slot before, or of those of the items before it."""
+    by_slot = np.argsort(slots, kind="stable")
+    follows = slots[by_slot][1:] == slots[by_slot][:-1]
+    found = np.full(len(slots), -1, np.int64)
+    found[by_slot[1:][follows]] = ends[by_slot[:-1][follows]]
+    return np.maximum.accumulate(found)
 
 
 def _handed_on(index: Positions, order: Positions, count: int) -> Positions:

@@ -15,7 +15,7 @@ from pdmpi.simulate.network import Network
 __all__ = ["BUCKET_BYTES", "DEVICE_BUCKET_BYTES", "Costs", "StageCost", "costs_of"]
 
 _MIB = 1 << 20
-BUCKET_BYTES, DEVICE_BUCKET_BYTES = 4 * _MIB, 16 * _MIB
+BUCKET_BYTES, DEVICE_BUCKET_BYTES = 4 * _MIB, 32 * _MIB
 """Size at which a bucket of gradients of a replicated stage is closed and summed, by MPI and by NCCL.
 
 Large enough for bandwidth, small enough to leave early; a sum by NCCL takes tens of microseconds to start.

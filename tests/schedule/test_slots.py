@@ -17,10 +17,13 @@ def lives(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
     return np.array([a for a, _ in pairs], np.int64), np.array([b for _, b in pairs], np.int64)
 
 
-@given(lives(), st.integers(0, 5), st.booleans())
-def test_allocation(life, least, ahead):
+@given(lives(), st.integers(0, 5), st.booleans(), st.booleans())
+def test_allocation(life, least, ahead, restarts):
     acquire, release = life
-    found = allocate(acquire, release, least=least, ahead=ahead)
+    found = allocate(acquire, release, least=least, ahead=ahead, restarts=restarts)
+    assert found.count == allocate(acquire, release, least=least, ahead=ahead).count
+    in_order = np.argsort(acquire)
+    assert (np.diff(found.free_after[in_order]) >= 0).all(), "receives are posted in order"
     num = len(acquire)
     alive = [int(((acquire <= t) & (release >= t)).sum()) for t in acquire]
     fewest = max(alive, default=0)
@@ -31,9 +34,25 @@ def test_allocation(life, least, ahead):
             j for j in range(num) if j != i and found.slot[j] == found.slot[i] and acquire[j] < acquire[i]
         ]
         assert all(release[j] < acquire[i] for j in others)
-        assert found.free_after[i] == max((release[j] for j in others), default=-1)
+        freed = max((release[j] for j in others), default=-1)
+        assert found.free_after[i] in (
+            [found.free_after[j] for j in in_order if acquire[j] < acquire[i]] + [freed]
+        )
+        assert freed <= found.free_after[i] < acquire[i]
         if ahead and others and found.count > fewest:
             assert acquire[i] - found.free_after[i] >= 1
+
+
+@given(st.integers(1, 6), st.integers(1, 9), st.integers(2, 4))
+def test_a_schedule_that_flushes_repeats_its_slots(depth, microbatches, times):
+    """1F1B: so many forwards, then a backward and a forward in turn, and backwards again; several times."""
+    depth = min(depth, microbatches)
+    steady = microbatches - depth
+    order = ["F"] * depth + ["B", "F"] * steady + ["B"] * depth
+    forward = np.array([i for i, letter in enumerate(order * times) if letter == "F"])
+    backward = np.array([i for i, letter in enumerate(order * times) if letter == "B"])
+    found = allocate(forward, backward, restarts=True)
+    assert found.slot.tolist() == [i % depth for i in range(microbatches)] * times
 
 
 def test_one_slot_more_lets_a_receive_be_posted_a_computation_ahead():
