@@ -86,6 +86,7 @@ def _summary(profile: Profile, output: Path) -> dict[str, object]:
             "parameter_bytes": cost.parameter_bytes,
             "buffer_bytes": cost.buffer_bytes,
             "saved_bytes": cost.saved_bytes,
+            "split_bytes": cost.split_bytes,
             "workspace_bytes": cost.workspace_bytes,
         }
         for layer, cost in zip(profile.graph.layers, profile.costs, strict=True)
@@ -100,6 +101,7 @@ def _summary(profile: Profile, output: Path) -> dict[str, object]:
         "optimizer_state_factor": profile.optimizer_state_factor,
         "update_s_per_byte": profile.update_s_per_byte,
         "accumulate_s_per_byte": profile.accumulate_s_per_byte,
+        "library_bytes": profile.library_bytes,
         "machine": dict(profile.machine),
         "layers": layers,
     }

@@ -153,6 +153,7 @@ def profile_model(
             by_layer.update(zip([layer.name for layer in chunk], shares, strict=True))
         costs = tuple(by_layer.values())
         update = update_costs(config, clock, place, sum(cost.parameter_bytes for cost in costs))
+        library_bytes = _library_bytes(place)
     return Profile(
         graph=traced.graph,
         costs=costs,
@@ -160,6 +161,7 @@ def profile_model(
         optimizer_state_factor=update.state_factor,
         update_s_per_byte=update.update_s,
         accumulate_s_per_byte=update.accumulate_s,
+        library_bytes=library_bytes,
         machine={**machine_facts(place, config.train.threads), **facts},
     )
 
@@ -206,7 +208,7 @@ def _stepped(
 
 
 def _repeat(step: Step, saved: SavedBytes, repeats: int, budget_s: float, graphs: bool = True) -> None:
-    step.warm_up(saved)
+    step.warm_up(saved, graphs=graphs)
     for _ in range(_WARM_UP - 1):
         step.run()
     if graphs:
@@ -321,6 +323,15 @@ def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _library_bytes(device: torch.device) -> int:
+    """Return what cuBLAS holds for the streams that have used it."""
+    if device.type != "cuda":
+        return 0
+    before = torch.cuda.memory_allocated(device)
+    torch._C._cuda_clearCublasWorkspaces()
+    return before - torch.cuda.memory_allocated(device)
 
 
 @contextmanager

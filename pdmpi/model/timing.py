@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from pdmpi.graph import Ref
 from pdmpi.graph.graph import INPUT
@@ -210,23 +211,24 @@ class Step:
         self._grads: dict[Ref, Tensor] = {}
         self._replayed: Callable[[], _Marks] | None = None
 
-    def warm_up(self, saved: SavedBytes) -> None:
+    def warm_up(self, saved: SavedBytes, *, graphs: bool) -> None:
         """Run once untimed, counting bytes.
 
-        What a backward allocates is counted beside all that was saved for it: under CUDA graphs it does not
-        lie where something saved is no longer needed.
+        With graphs, what a backward allocates is counted beside all that was saved for it: it does not lie
+        where something saved is no longer needed.
         """
         runs, held = {}, {}
         self.values = dict(self._before)
         for name, stage in self._stages.items():
             inputs, live = self._inputs(stage), self._live_bytes(name, saved)
             with self._precision(), self._counting() as found:
-                outputs, kept, held[name] = saved.run(stage, inputs, 0)
+                outputs, kept, everything = saved.run(stage, inputs, 0)
+            held[name] = everything if graphs else []
             self.samples[name].saved_bytes = kept
             self._note(name, found, forward_bytes=live - kept)
             runs[name] = self._keep(inputs, outputs)
         if self._criterion is not None:
-            self._warm_up_loss(saved, list(self._stages)[-1])
+            self._warm_up_loss(saved, list(self._stages)[-1], graphs)
         for name in reversed(list(runs)):
             gradients = sum(p.nbytes for p in self._stages[name].parameters() if p.requires_grad)
             with self._counting() as found:
@@ -234,18 +236,20 @@ class Step:
             del held[name]
             self._note(name, found, gradients, self._traced.graph.gradient_bytes_over(name))
 
-    def _warm_up_loss(self, saved: SavedBytes, last: str) -> None:
+    def _warm_up_loss(self, saved: SavedBytes, last: str, graphs: bool) -> None:
         """Count what the loss keeps and allocates for the layer that it counts for."""
-        live = self._live_bytes("", saved)
+        live, outputs = self._live_bytes("", saved), self._outputs()
         with self._precision(), self._counting() as found:
-            loss, kept, held = saved.loss(self._loss_of, self._outputs())
+            loss, kept, held = saved.loss(self._loss_of, outputs)
         self.samples[last].saved_bytes += kept
         self._note(last, found, forward_bytes=live - kept)
+        if not graphs:
+            held.clear()
         if loss.requires_grad:
             with self._counting() as found:
                 loss.backward()  # type: ignore[no-untyped-call]
-            self._note(last, found)
-        del held
+            waiting = sum(t.grad.nbytes for t in outputs.values() if t.grad is not None)
+            self._note(last, found, waiting_bytes=waiting if graphs else 0)
 
     def _live_bytes(self, name: str, saved: SavedBytes) -> int:
         """Return the bytes of values that a layer, or one behind it, reads and that autograd has not saved.
@@ -405,16 +409,21 @@ def _backward_of(run: _Run, gradients: Mapping[Ref, Tensor]) -> None:
 
 
 def _watched_backward_of(run: _Run, gradients: Mapping[Ref, Tensor]) -> int:
-    """Run one layer backward; return the bytes that arrive where its parameters' gradients begin."""
-    sizes: list[int] = []
+    """Run one layer backward; return the bytes that arrive where its parameters' gradients begin.
+
+    Memory that arrives at several places counts once; it is not held, which would change what there is.
+    """
+    seen: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def see(_: object, arrived: Arrivals) -> None:
-        sizes.extend(t.untyped_storage().nbytes() for t in arrived if t is not None)
+        for storage in (t.untyped_storage() for t in arrived if t is not None):
+            reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+            seen[reference.cdata] = reference, storage.nbytes()
 
     joints = Joints(list(run.outputs.values()), [t for t in run.inputs.values() if t.requires_grad])
     with joints.watched(see):
         _backward_of(run, gradients)
-    return sum(sizes)
+    return sum(nbytes for _, nbytes in seen.values())
 
 
 @contextmanager

@@ -48,6 +48,7 @@ PROFILE_DATASETS: Mapping[str, tuple[str, int]] = {
     "graph/returned": ("i", 2), "graph/tie_offsets": ("i", 1), "graph/ties": ("S", 1),
     "costs/times_s": ("f", 2), "costs/bytes": ("i", 2), "microbatch_size": ("i", 0),
     "optimizer_state_factor": ("f", 0), "update_s_per_byte": ("f", 0), "accumulate_s_per_byte": ("f", 0),
+    "library_bytes": ("i", 0),
     "machine/keys": ("S", 1), "machine/values": ("S", 1),
 }  # fmt: skip
 """Datasets of a profile: kind and number of dimensions."""
@@ -176,6 +177,7 @@ def profile_arrays(profile: Profile) -> dict[str, NDArray[Any]]:
         "optimizer_state_factor": np.array(profile.optimizer_state_factor, dtype=np.float64),
         "update_s_per_byte": np.array(profile.update_s_per_byte, dtype=np.float64),
         "accumulate_s_per_byte": np.array(profile.accumulate_s_per_byte, dtype=np.float64),
+        "library_bytes": np.array(profile.library_bytes, dtype=np.int64),
         "machine/keys": texts_array([key for key, _ in machine]),
         "machine/values": texts_array([value for _, value in machine]),
     }
@@ -248,6 +250,7 @@ def profile_from(arrays: Arrays) -> Profile:
         optimizer_state_factor=_number(arrays["optimizer_state_factor"], "optimizer_state_factor"),
         update_s_per_byte=_number(arrays["update_s_per_byte"], "update_s_per_byte"),
         accumulate_s_per_byte=_number(arrays["accumulate_s_per_byte"], "accumulate_s_per_byte"),
+        library_bytes=_number(arrays["library_bytes"], "library_bytes", integer=True),
         machine=_mapping(arrays["machine/keys"], texts(arrays["machine/values"])),
     )
 

@@ -172,12 +172,12 @@ def cut_bytes(profile: Profile, stages: Sequence[StagePlan]) -> list[tuple[int, 
 
 def memory_bytes(
     sums: _Sums, terms: Terms, state_factor: float, depth: int, versions: int, microbatches: int,
-    recompute: bool, entering: tuple[int, int], leaving: tuple[int, int],
+    recompute: bool, entering: tuple[int, int], leaving: tuple[int, int], library_bytes: int,
 ) -> dict[str, int]:  # fmt: skip
     """Return the peak bytes of one replica, by what they are for.
 
     ``entering`` and ``leaving`` are (activation, gradient) bytes of the cuts before and
-    behind the stage.
+    behind the stage; ``library_bytes`` are the profile's.
     """
     flight = microbatches if terms.holds_all else depth
     flight = min(flight, microbatches) if terms.flushes and terms.accumulates else flight
@@ -191,7 +191,7 @@ def memory_bytes(
         "saved": (sums.saved + split) * kept,
         "graphs": max(sums.graphs - split, 0) * kept,  # what is kept lies where a forward needed room
         "slots": entering[0] * flight + 2 * (entering[1] + leaving[0] + leaving[1]),
-        "workspace": sums.workspace,
+        "workspace": sums.workspace + library_bytes,
     }
 
 
@@ -231,8 +231,9 @@ def estimate(
         entering = before.seconds(cuts[s][0]) + behind.seconds(cuts[s + 1][1])
         sums = _sums(profile, stage)
         parts = memory_bytes(
-            sums, terms, profile.optimizer_state_factor, depths[s], versions[s], choice.microbatches,
-            stage.recompute, cuts[s], cuts[s + 1],
+            sums, terms, profile.optimizer_state_factor, depths[0 if terms.even_depth else s], versions[s],
+            choice.microbatches,
+            stage.recompute, cuts[s], cuts[s + 1], profile.library_bytes,
         )  # fmt: skip
         found.append(
             _stage_estimate(

@@ -269,7 +269,8 @@ class Pricer:
         """Return the in-flight depth and the weight versions of one replica.
 
         What depends on the replicas of the input stage (the share of more than one extra minibatch,
-        vertical sync) is not known in the middle of a search; there the most that it can be is returned.
+        vertical sync, a depth that is the same everywhere) is not known in the middle of a search; there
+        the most that it can be is returned.
         """
         problem, copies = self.problem, self.problem.copies
         extra, own = problem.choice.extra_in_flight, count * copies
@@ -278,6 +279,8 @@ class Pricer:
         behind = total - own if first == 0 else left
         share = -(-extra * (left - own) // behind) if behind else 0
         depth = -(-(left + share) // own)
+        if problem.terms.even_depth and first:
+            depth = -(-(total + extra) // copies)
         if problem.terms.versions is not None:
             return depth, problem.terms.versions
         if problem.terms.synchronised and first:
@@ -301,7 +304,7 @@ class Pricer:
         )
         plus = held + 2 * (cuts.sent_bytes + cuts.returned_bytes)
         minus = cuts.sent_bytes * flight + 2 * cuts.returned_bytes - held
-        used = minus[inner, None] + plus[None, outer]
+        used = minus[inner, None] + plus[None, outer] + cuts.profile.library_bytes
         if any(cost.workspace_bytes for cost in cuts.profile.costs):
             used += cuts.workspace_bytes[inner, outer]
         beside = cuts.graph_bytes[inner, outer] if cuts.profile.is_graphed else np.zeros_like(used)

@@ -70,6 +70,8 @@ class Profile:
     accumulate_s_per_byte
         Seconds that a backward takes longer, for each byte of parameters, where it adds to the
         gradients of other microbatches.
+    library_bytes
+        Bytes that libraries keep for themselves on a device, once they have run (cuBLAS).
     machine
         Facts of the machine, as text: host, device, library versions.
     """
@@ -80,6 +82,7 @@ class Profile:
     optimizer_state_factor: float = 0.0
     update_s_per_byte: float = 0.0
     accumulate_s_per_byte: float = 0.0
+    library_bytes: int = 0
     machine: Mapping[str, str] = field(default_factory=dict)
 
     @property

@@ -37,6 +37,8 @@ class Terms:
         Whether there is one stage.
     splits_backward
         Whether gradients of the inputs and of the parameters are computed apart.
+    even_depth
+        Whether every stage holds as many microbatches as the input stage (ZB-H1's parameter gradients wait).
     """
 
     versions: int | None = 1
@@ -47,6 +49,7 @@ class Terms:
     straight: bool = False
     single_stage: bool = False
     splits_backward: bool = False
+    even_depth: bool = False
 
     def microbatches_per_update(self, microbatches: int, replicas: int) -> float:
         """Return the microbatches of which a replica averages the gradients, before it updates.
@@ -68,7 +71,7 @@ SCHEDULES: Mapping[str, Terms] = {
     "gpipe": Terms(holds_all=True),
     "1f1b": Terms(),
     "interleaved": Terms(straight=True),
-    "zb-h1": Terms(splits_backward=True),
+    "zb-h1": Terms(splits_backward=True, even_depth=True),
     "zb-v": Terms(straight=True, splits_backward=True),
     "data-parallel": Terms(accumulates=False, single_stage=True),
     "model-parallel": Terms(accumulates=False, straight=True),

@@ -17,7 +17,7 @@ microbatches, or for an update that is not captured) have one fixed place.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -169,8 +169,8 @@ class GraphedPlayer(Player):
         if self._replays(k):
             self._used.append(version)
         else:
-            super().backward(k, version, weights, saved, grad_in, grad_out)
-            self._gather(k)
+            with self._collected(k, opens=True):
+                super().backward(k, version, weights, saved, grad_in, grad_out)
 
     def backward_input(
         self, k: int, version: int, weights: int, saved: int, grad_in: int, grad_out: int
@@ -182,13 +182,14 @@ class GraphedPlayer(Player):
             first.replay()
             self._used.append(version)
         else:
-            super().backward_input(k, version, weights, saved, grad_in, grad_out)
+            with self._collected(k, opens=True):
+                super().backward_input(k, version, weights, saved, grad_in, grad_out)
 
     def backward_weight(self, k: int, weights: int, saved: int) -> None:
         """Accumulate the parameters' gradients that `backward_input` left."""
         if not self._replays(k):
-            super().backward_weight(k, weights, saved)
-            self._gather(k)
+            with self._collected(k, opens=False):
+                super().backward_weight(k, weights, saved)
 
     def _replays(self, k: int) -> bool:
         """Replay what leaves the parameters' gradients, if graphs play the microbatch; say whether."""
@@ -202,10 +203,15 @@ class GraphedPlayer(Player):
         self._arms = False
         return graphs is not None
 
-    def _gather(self, k: int) -> None:
-        """Let gradients of a backward that was launched wait where graphs add to them."""
-        if not self.why_eager and k in self._passes and self._keeps_gradients(self._passes[k]):
-            self._waiting.gather(opens=self._passes[k].opens)
+    def _collected(self, k: int, *, opens: bool) -> AbstractContextManager[None]:
+        """Let gradients of a backward that is launched wait where graphs add to them.
+
+        ``opens`` is for its first part, where it comes in two.
+        """
+        one = self._passes.get(k)
+        if one is None or not self._keeps_gradients(one) or (self.why_eager and not self._playing):
+            return nullcontext()
+        return self._waiting.collected(opens=opens and one.opens)
 
     def arm_reduce(self) -> None:
         """Let gradients leave for their sum as the next backward finishes them."""
@@ -228,6 +234,8 @@ class GraphedPlayer(Player):
         if self._limit is None:
             self._note_trained()
         super().update(version, read, write)
+        if self.why_eager and not self._playing:
+            self._waiting.release()
 
     def gather(self) -> list[Tensor]:
         """Return the gradients of the update that follows."""
@@ -240,7 +248,10 @@ class GraphedPlayer(Player):
         What activations have left is given back first: that state would lie scattered over it, and hold it.
         """
         if self._trained is None:
-            self._trained = tuple(p for p in self.weights.parameters.values() if p.grad is not None)
+            gradients = {p: p.grad for p in self.weights.parameters.values() if p.grad is not None}
+            self._trained = tuple(gradients)
+            if any(gradient.layout != torch.strided for gradient in gradients.values()):
+                self._give_up("a gradient is sparse")
             self._capturer.settle()
 
     def _start_draws(self, k: int) -> None:
@@ -278,7 +289,7 @@ class GraphedPlayer(Player):
 
     def _give_up(self, why: str) -> None:
         self.why_eager = why
-        if self._insist or self._playing:
+        if self._insist:
             raise PdmpiError(f"[runtime] cuda_graphs: {why}; set it to false")
 
     def _captured(self, one: Pass, k: int, version: int) -> _Graphs:

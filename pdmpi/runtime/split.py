@@ -61,14 +61,14 @@ class SplitBackward:
             torch.autograd.backward(
                 *self._chosen(leading_to_leaf=True), inputs=list(self._leaves), retain_graph=True
             )
+        self._roots, self._gradients = self._chosen(leading_to_leaf=False)
 
     def weight_part(self) -> None:
         """Accumulate the gradients of the parameters; the graph is freed after it."""
         if self.is_whole:
             return
-        roots, gradients = self._chosen(leading_to_leaf=False)
-        if roots:
-            torch.autograd.backward(roots, gradients)
+        if self._roots:
+            torch.autograd.backward(self._roots, self._gradients)
         for node, targets in self._joints.parameters.items():
             arrived = [(i, g) for i, g in enumerate(self._arrived.pop(node, ())) if g is not None]
             if arrived:

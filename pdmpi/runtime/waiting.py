@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -35,22 +36,30 @@ class WaitingGradients:
         if not self._places:
             self._places = dict(zip(self._parameters, flat_views(self._parameters)[1], strict=True))
 
+    def release(self) -> None:
+        """Give the memory back, as soon as no parameter's gradient lies there."""
+        self._places = {}
+
     def forget(self) -> None:
         """Let the gradients of the next update start from nothing."""
         for parameter in self._parameters:
             parameter.grad = None
 
-    def gather(self, *, opens: bool) -> None:
-        """Move here what a backward has left elsewhere; ``opens`` says that it is the first of its update."""
+    @contextmanager
+    def collected(self, *, opens: bool) -> Iterator[None]:
+        """Let gradients of a backward that is launched be moved here, each as soon as it is there.
+
+        Sparse ones stay where they are.  ``opens`` says that nothing lies here yet.
+        """
         self.reserve()
-        with torch.no_grad():
-            if opens:
-                self._zero()
-            for parameter, place in self._places.items():
-                made = parameter.grad
-                if made is not None and made is not place and made.layout == torch.strided:
-                    place.copy_(made)
-                    parameter.grad = place
+        if opens:
+            self._zero()
+        handles = [p.register_post_accumulate_grad_hook(self._move) for p in self._parameters]  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def expect(self, trained: Collection[nn.Parameter], *, opens: bool, at_once: bool) -> None:
         """Let the backward that follows add to the gradients here.
@@ -84,3 +93,12 @@ class WaitingGradients:
     def _zero(self) -> None:
         if self._places:
             torch._foreach_zero_(list(self._places.values()))
+
+    def _move(self, parameter: Tensor) -> None:
+        made = parameter.grad
+        assert isinstance(parameter, nn.Parameter)
+        place = self._places[parameter]
+        if made is not None and made is not place and made.layout == torch.strided:
+            with torch.no_grad():
+                place.copy_(made)
+            parameter.grad = place

@@ -89,6 +89,8 @@ class Costs:
     graphed
         Whether ranks replay CUDA graphs, which hold memory for every saved slot.  Taken from the profile: a
         run whose options keep its stages eager takes less.
+    library_bytes
+        What libraries keep for themselves on each device.
     bucket_bytes
         Of gradients that are summed together; on GPUs taken to be summed by NCCL.
     """
@@ -98,6 +100,7 @@ class Costs:
     network: Network
     speeds: tuple[float, ...]
     graphed: bool = False
+    library_bytes: int = 0
     bucket_bytes: int = BUCKET_BYTES
 
     @classmethod
@@ -184,6 +187,7 @@ def costs_of(plan: Plan) -> Costs:
         speeds=tuple(cluster.device(device).relative_speed for device in devices),
         bucket_bytes=DEVICE_BUCKET_BYTES if plan.profile.machine.get("device") == "cuda" else BUCKET_BYTES,
         graphed=plan.profile.is_graphed,
+        library_bytes=plan.profile.library_bytes,
     )
 
 

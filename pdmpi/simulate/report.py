@@ -209,6 +209,7 @@ def memory_of(program: Program, rank: int, costs: Costs) -> dict[str, int]:
                 parts["slots"] += nbytes * (slots.input if forward else slots.grad_in)
             if channel.source_stage == s:
                 parts["slots"] += nbytes * (slots.output if forward else slots.grad_out)
+    parts["workspace"] += costs.library_bytes
     return parts
 
 

@@ -29,6 +29,7 @@ def test_equals_the_oracle(model: str, graphs: bool) -> None:
     """Launched one by one, and by CUDA graphs where a schedule can be."""
     cases = [(model, *schedule, {}) for schedule in SCHEDULES]
     cases.append((model, "pipedream", 1, [1, 1], 12, {"gamma": 0.8}))
+    cases.append((model, "zb-v", 4, [1, 1, 1, 1], 3, {"chunks": 2}))
     done = mpirun(
         2, [RUNTIME / "mpi_oracle.py", json.dumps(cases), "cuda", *([] if graphs else ["eager"])],
         env={"OMPI_MCA_pml": "ucx"}, timeout=240,

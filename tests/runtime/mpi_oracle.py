@@ -36,13 +36,13 @@ def main() -> None:
     for model, schedule, microbatches, replicas, minibatches, options in cases:
         config = run_config(model, schedule, microbatches, **options.get("train", {}))
         found = config.model_dump()
-        gamma = options.pop("gamma", 1.0)
+        gamma, chunks = options.pop("gamma", 1.0), options.pop("chunks", 1)
         found["optimizer"].update(options.get("optimizer", {}))
         if gamma != 1.0:
             found["optimizer"]["lr_schedulers"] = [{"name": "ExponentialLR", "args": {"gamma": gamma}}]
         found["runtime"].update(played)
         config = RunConfig.model_validate(found)
-        plan = make_plan(config, replicas)
+        plan = make_plan(config, replicas, chunks=chunks)
         state, trainer = train_rank(config, plan, transport, device=device)
         if options:
             expected = on_threads(config, plan)

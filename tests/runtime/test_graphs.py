@@ -14,7 +14,7 @@ from torch import nn
 
 from pdmpi.config.run import LrSchedulerConfig
 from pdmpi.model.generator import draws_by_cudnn
-from pdmpi.runtime import graphs, setup
+from pdmpi.runtime import graphs, setup, waiting
 from pdmpi.runtime.graphs import GraphedPlayer
 from pdmpi.runtime.slots import Region
 from pdmpi.transport.local import LocalWorld
@@ -67,12 +67,13 @@ def test_equals_the_oracle(
         assert not player.why_eager
 
 
-@pytest.mark.parametrize("most", [1, 2, 3])
+@pytest.mark.parametrize(("most", "small_bytes"), [(1, 0), (2, 400), (3, 1 << 20)])
 @pytest.mark.parametrize("schedule", ["2bw", "gpipe", "1f1b", "zb-h1"])
 def test_an_update_of_which_some_microbatches_are_graphed(
-    schedule: str, most: int, monkeypatch: pytest.MonkeyPatch
+    schedule: str, most: int, small_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(graphs, "_MOST_GRAPHED", most)
+    monkeypatch.setattr(waiting, "_SMALL_BYTES", small_bytes)
     config = run_config("conv", schedule, 4, evaluate_every=0, minibatch_size=4)
     plan = make_plan(config, [1, 1])
     for player in checked(config, plan, trained(monkeypatch, config, plan, True)):
@@ -89,6 +90,34 @@ def test_backwards_in_two_parts_deep_in_a_pipeline(
     players = checked(config, plan, trained(monkeypatch, config, plan, graph_updates))
     assert [bool(p.num_graphed) for p in players] == [True] * 3
     assert all(one.backward_input is not None for p in players for one in p._graphs.values())
+
+
+@pytest.mark.parametrize("small_bytes", [0, 400])
+def test_several_stages_a_rank(small_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "_SMALL_BYTES", small_bytes)
+    config = run_config("conv", "zb-v", 4, evaluate_every=0, minibatch_size=4)
+    plan = make_plan(config, [1, 1, 1, 1], chunks=2)
+    players = checked(config, plan, trained(monkeypatch, config, plan, True))
+    assert [bool(p.num_graphed) for p in players] == [True] * 4
+
+
+@pytest.mark.parametrize("schedule", ["2bw", "1f1b", "zb-h1"])
+@pytest.mark.parametrize("fails", [1, 4, 7])
+def test_what_is_played_by_graphs_already_goes_on_when_a_capture_fails(
+    schedule: str, fails: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Fails(TapeCapturer):
+        def capture(self, *args: Any) -> Any:
+            if len(self.tapes) >= fails:
+                raise RuntimeError("CUDA out of memory")
+            return super().capture(*args)
+
+    monkeypatch.setattr("test_graphs.TapeCapturer", Fails)
+    config = run_config("conv", schedule, 4, evaluate_every=0, minibatch_size=4)
+    plan = make_plan(config, [1, 1])
+    for player in checked(config, plan, trained(monkeypatch, config, plan, True, insist=False)):
+        assert player.why_eager == "CUDA out of memory"
+        assert not player._waiting._places, "given back"
 
 
 def test_a_backward_that_cannot_be_split_stays_eager(monkeypatch: pytest.MonkeyPatch) -> None:
