@@ -29,8 +29,8 @@ class Level:
         Part of the bandwidth that a ring allreduce over all devices up to this level reaches; above 1
         where a library makes more of a link than one message does.
     allreduce_work_s_per_byte
-        Seconds that a core works for each byte that its rank sends in an allreduce, and cannot compute; 0
-        for GPUs.
+        Seconds that a core, or a GPU, computes longer for each byte that its rank sends in an allreduce
+        beside it.
     """
 
     name: str

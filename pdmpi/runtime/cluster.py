@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import statistics
@@ -10,13 +11,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pdmpi.errors import InputError
-from pdmpi.model.timing import torch_threads
+from pdmpi.model.timing import Clock, torch_threads
 from pdmpi.plan.cluster import Cluster, Device, Level
+from pdmpi.runtime.capture import CudaCapturer
+from pdmpi.runtime.slots import device_memory, host_memory
 from pdmpi.simulate.costs import BUCKET_BYTES, DEVICE_BUCKET_BYTES
-from pdmpi.transport.base import Transport
+from pdmpi.transport.base import Bound, Transport
 from pdmpi.transport.links import Link, measure_links
 from pdmpi.transport.share import share
 
@@ -24,6 +27,7 @@ __all__ = ["measured_cluster"]
 
 _SUM_BYTES, _SUMS = 32 << 20, 5
 """Size and number of the sums that tell what an allreduce makes of a link, in buckets as in training."""
+_PRODUCTS = 300
 _CPU = torch.device("cpu")
 
 _ALONE_S, _TOGETHER_S, _WINDOWS = 0.5, 2.0, 5
@@ -35,7 +39,7 @@ def measured_cluster(transport: Transport, device: torch.device = _CPU) -> Clust
 
     Links inside a host are measured between its first two ranks, links between hosts
     between their first ranks, from one device's memory to the other's; sums over the ranks of each
-    host, and over all ranks, tell what an allreduce makes of them, and how long it keeps a core at work.
+    host, and over all ranks, tell what an allreduce makes of them, and what it takes of what computes.
     The ``relative_speed`` of a core is
     what is left of its speed when all ranks compute at once: one half, say, for four ranks on two
     cores.  A GPU is a rank's own, and its speed is one.
@@ -112,20 +116,25 @@ def _summed(transport: Transport, groups: list[list[int]], device: torch.device)
     Returns
     -------
     seconds, worked
-        Medians, on the slowest rank; of them, those that its processor worked (none beside a GPU).
+        Medians, on the slowest rank: of one sum by itself, and what it takes of the processor, or of the
+        GPU, that computes beside it.
     """
     transport.prepare(groups, ["float32"])
     ranks = next(group for group in groups if transport.rank in group)
+    on_cuda = device.type == "cuda"
     size = DEVICE_BUCKET_BYTES if transport.sums_on_device else BUCKET_BYTES
-    buckets = [
-        transport.bind_allreduce(transport.allocate(size), "float32", ranks)
-        for _ in range(_SUM_BYTES // size)
-    ]
+    allocate = device_memory(transport) if on_cuda else host_memory
+
+    def bucket() -> tuple[Tensor, Bound]:
+        memory, buffer = allocate(size)
+        return memory, transport.bind_allreduce(buffer, "float32", ranks)
+
+    buckets = [bucket() for _ in range(_SUM_BYTES // size)]
 
     def once() -> None:
-        for request in [bucket.post() for bucket in buckets]:
+        for request in [bound.post() for _, bound in buckets]:
             request.wait()
-        if device.type == "cuda":
+        if on_cuda:
             torch.cuda.synchronize(device)
 
     once()
@@ -135,9 +144,53 @@ def _summed(transport: Transport, groups: list[list[int]], device: torch.device)
         began, began_work = time.perf_counter(), time.process_time()
         once()
         seconds.append(time.perf_counter() - began)
-        worked.append(0.0 if device.type == "cuda" else time.process_time() - began_work)
+        worked.append(time.process_time() - began_work)
+    if on_cuda:
+        more = [bucket() for _ in range((_SUMS - 1) * len(buckets))]
+        worked = _slowed(transport, [*buckets, *more], statistics.median(seconds))
     found = share(transport, [statistics.median(seconds), statistics.median(worked)])
     return max(part[0] for part in found), max(part[1] for part in found)
+
+
+def _slowed(transport: Transport, buckets: Sequence[tuple[Tensor, Bound]], sum_s: float) -> list[float]:
+    """Return the seconds, of several tries, that a GPU computes longer for a sum beside it.
+
+    What it computes are products of matrices as in a small transformer, for twice as long as `_SUMS` sums
+    take.  Their buckets are filled in between, as gradients fill them.
+    """
+    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        a, b = (torch.ones(1024, n, device="cuda", dtype=torch.bfloat16) for n in (1024, 4096))
+        product = a @ b
+        gradients = torch.zeros_like(buckets[0][0])
+        clock, capturer = Clock(gradients.device), CudaCapturer()
+
+        def multiply() -> None:
+            for _ in range(_PRODUCTS):
+                torch.mm(a, b, out=product)
+
+        capturer.settle()
+        load = capturer.capture(capturer.scratch, multiply)
+
+        def seconds(loads: int, summed: Sequence[tuple[Tensor, Bound]] = ()) -> float:
+            transport.barrier()
+            load.replay()  # while the host posts
+            start, requests = clock.mark(), []
+            for memory, bound in summed:
+                memory.copy_(gradients)
+                requests.append(bound.post())
+            for _ in range(loads):
+                load.replay()
+            end = clock.mark()
+            for request in requests:
+                request.wait()
+            clock.finish()
+            return clock.between(start, end)
+
+        seconds(1)
+        loads = 1 + math.ceil(2 * _SUMS * sum_s / seconds(1))
+        alone = statistics.median(seconds(loads) for _ in range(_SUMS))
+        beside = [seconds(loads, buckets) for _ in range(_SUMS + 1)]
+    return [max(found - alone, 0.0) / _SUMS for found in beside[1:]]
 
 
 def _card(device: torch.device) -> Device:

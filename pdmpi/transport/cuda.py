@@ -32,10 +32,11 @@ _NCCL_TYPES = {
 }  # fmt: skip
 """``ncclDataType_t`` of nccl.h; CuPy has no name for bfloat16 in every version."""
 
-_BURST, _SPIN_S, _MAX_SLEEP_S = 16, 20e-3, 50e-6
+_BURST, _SPIN_S, _MAX_SLEEP_S, _MAX_ASIDE_S = 16, 20e-3, 50e-6, 1.5e-3
 """A rank that drives a GPU has a core to spare, and its messages take tens of microseconds.
 
-A sleep of 20 µs takes 70 (the kernel's timer slack), and a message of 256 MiB moves in 700.
+A sleep of 20 µs takes 70 (the kernel's timer slack), and a message of 256 MiB moves in 700; meanwhile the
+second thread takes the interpreter, for 5 to 10 µs, whenever it wakes.
 """
 
 
@@ -84,7 +85,12 @@ class CudaTransport(MpiTransport):
     ) -> None:
         device = cupy.cuda.Device()
         super().__init__(
-            stall_timeout_s, burst=_BURST, on_thread=device.use, spin_s=_SPIN_S, max_sleep_s=_MAX_SLEEP_S
+            stall_timeout_s,
+            burst=_BURST,
+            on_thread=device.use,
+            spin_s=_SPIN_S,
+            max_sleep_s=_MAX_SLEEP_S,
+            max_aside_s=_MAX_ASIDE_S,
         )
         self._compute_stream = compute_stream
         self._streams_by_pointer: dict[int, Any] = {}

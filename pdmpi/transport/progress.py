@@ -21,9 +21,9 @@ _MIN_SLEEP_S = 20e-6
 _ASIDE_SLEEP_S = 500e-6
 _ASIDE_FACTOR = 4
 """The second thread looks a wait's longest sleep after a start, half a millisecond at most, if at its last
-look a request was on its way and nobody waited; the longer it has found otherwise, the later, up to half a
-millisecond.  Further looks are rarer and rarer, down to once in so many longest sleeps of a wait.  Each
-takes the interpreter from the first thread."""
+look a request was on its way and nobody waited; the longer it has found otherwise, the later, up to a
+transport's own limit.  Further looks are rarer and rarer, down to once in so many longest sleeps of a
+wait.  Each takes the interpreter from the first thread."""
 _BACKOFF = 0.02
 """A wait sleeps for this part of the time that it has waited: a message over TCP takes hundreds of steps."""
 _MOVING_S = 10e-6
@@ -44,6 +44,8 @@ class Progress:
         How long a wait tests without sleeping.
     max_sleep_s
         Longest sleep between two tests.
+    max_aside_s
+        Longest sleep of the second thread after a start.
     on_thread
         Called by the second thread before all else.
     """
@@ -55,12 +57,14 @@ class Progress:
         *,
         spin_s: float = 50e-6,
         max_sleep_s: float = 1e-3,
+        max_aside_s: float = _ASIDE_SLEEP_S,
         on_thread: Callable[[], object] = lambda: None,
     ) -> None:
         self.stall_timeout_s = stall_timeout_s
         self._poke = poke
         self._spin_s = spin_s
         self._max_sleep_s = max_sleep_s
+        self._max_aside_s = max_aside_s
         self._on_thread = on_thread
         self._outstanding = 0
         self._wanted = threading.Event()
@@ -155,7 +159,7 @@ class Progress:
             sleep_s = self._sleep_s
             self._sleep_s = min(2 * sleep_s, _ASIDE_FACTOR * self._max_sleep_s)
             is_needed = self._outstanding > 0 and not self._waiting
-            self._first_sleep_s = shortest_s if is_needed else min(2 * self._first_sleep_s, _ASIDE_SLEEP_S)
+            self._first_sleep_s = shortest_s if is_needed else min(2 * self._first_sleep_s, self._max_aside_s)
             if is_needed and self._poke is not None:
                 begin = time.thread_time()
                 self._poke()
