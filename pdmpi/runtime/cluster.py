@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import socket
 import statistics
@@ -11,23 +10,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pdmpi.errors import InputError
-from pdmpi.model.timing import Clock, torch_threads
+from pdmpi.model.timing import torch_threads
 from pdmpi.plan.cluster import Cluster, Device, Level
-from pdmpi.runtime.capture import CudaCapturer
-from pdmpi.runtime.slots import device_memory, host_memory
-from pdmpi.simulate.costs import BUCKET_BYTES, DEVICE_BUCKET_BYTES
-from pdmpi.transport.base import Bound, Transport
+from pdmpi.runtime.sum_costs import measure_sum, sent_bytes, sum_rate
+from pdmpi.transport.base import Transport
 from pdmpi.transport.links import Link, measure_links
 from pdmpi.transport.share import share
 
 __all__ = ["measured_cluster"]
 
-_SUM_BYTES, _SUMS = 32 << 20, 5
-"""Size and number of the sums that tell what an allreduce makes of a link, in buckets as in training."""
-_PRODUCTS = 300
 _CPU = torch.device("cpu")
 
 _ALONE_S, _TOGETHER_S, _WINDOWS = 0.5, 2.0, 5
@@ -65,14 +59,14 @@ def measured_cluster(transport: Transport, device: torch.device = _CPU) -> Clust
         inside = measure_links(transport, [(0, 1)], memory, transport.allocate)
         hosts_ranks = [list(range(first, first + per_host)) for first in range(0, len(hosts), per_host)]
         name = "shared-memory" if device.type == "cpu" else "gpu-links"
-        summed = _summed(transport, hosts_ranks, device)
+        summed = measure_sum(transport, hosts_ranks, device)
         levels.append(_level(name, per_host, inside, summed, per_host, _latency_s(inside)))
     if num_hosts > 1:
         firsts = [(host * per_host, (host + 1) * per_host) for host in range(num_hosts - 1)]
         between = measure_links(transport, firsts, memory, transport.allocate)
         latency_s = max([_latency_s(between), *(level.latency_s for level in levels)])
         everyone = [list(range(len(hosts)))]
-        summed = _summed(transport, everyone, device)
+        summed = measure_sum(transport, everyone, device)
         shared = per_host > 1
         levels.append(_level("network", num_hosts, between, summed, len(hosts), latency_s, shared=shared))
     found = _card(device) if device.type == "cuda" else _share_of_host(transport, per_host)
@@ -90,107 +84,6 @@ def measured_cluster(transport: Transport, device: torch.device = _CPU) -> Clust
         devices=(Device(name=names[0], memory_bytes=least, relative_speed=round(slowest, 3)),),
         devices_per_node=per_host,
     )
-
-
-def _sent_bytes(num_ranks: int) -> float:
-    """Return the bytes that a rank sends in a ring allreduce of `_SUM_BYTES`, whatever the library does.
-
-    nccl-tests call these bytes a second the bus bandwidth.
-    """
-    return 2 * (num_ranks - 1) / num_ranks * _SUM_BYTES
-
-
-def _sum_rate(sum_s: float, num_ranks: int, latency_s: float) -> float:
-    """Return the bytes a second that each rank sends while `_SUM_BYTES` are summed.
-
-    The latencies of its 2 (m - 1) steps over m ranks, which are priced beside the rate, are taken off the
-    time, up to half of it.
-    """
-    steps = 2 * (num_ranks - 1)
-    return _sent_bytes(num_ranks) / max(sum_s - steps * latency_s, sum_s / 2)
-
-
-def _summed(transport: Transport, groups: list[list[int]], device: torch.device) -> tuple[float, float]:
-    """Sum over groups, all at once, as training does.
-
-    Returns
-    -------
-    seconds, worked
-        Medians, on the slowest rank: of one sum by itself, and what it takes of the processor, or of the
-        GPU, that computes beside it.
-    """
-    transport.prepare(groups, ["float32"])
-    ranks = next(group for group in groups if transport.rank in group)
-    on_cuda = device.type == "cuda"
-    size = DEVICE_BUCKET_BYTES if transport.sums_on_device else BUCKET_BYTES
-    allocate = device_memory(transport) if on_cuda else host_memory
-
-    def bucket() -> tuple[Tensor, Bound]:
-        memory, buffer = allocate(size)
-        return memory, transport.bind_allreduce(buffer, "float32", ranks)
-
-    buckets = [bucket() for _ in range(_SUM_BYTES // size)]
-
-    def once() -> None:
-        for request in [bound.post() for _, bound in buckets]:
-            request.wait()
-        if on_cuda:
-            torch.cuda.synchronize(device)
-
-    once()
-    seconds, worked = [], []
-    for _ in range(_SUMS):
-        transport.barrier()
-        began, began_work = time.perf_counter(), time.process_time()
-        once()
-        seconds.append(time.perf_counter() - began)
-        worked.append(time.process_time() - began_work)
-    if on_cuda:
-        more = [bucket() for _ in range((_SUMS - 1) * len(buckets))]
-        worked = _slowed(transport, [*buckets, *more], statistics.median(seconds))
-    found = share(transport, [statistics.median(seconds), statistics.median(worked)])
-    return max(part[0] for part in found), max(part[1] for part in found)
-
-
-def _slowed(transport: Transport, buckets: Sequence[tuple[Tensor, Bound]], sum_s: float) -> list[float]:
-    """Return the seconds, of several tries, that a GPU computes longer for a sum beside it.
-
-    What it computes are products of matrices as in a small transformer, for twice as long as `_SUMS` sums
-    take.  Their buckets are filled in between, as gradients fill them.
-    """
-    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
-        a, b = (torch.ones(1024, n, device="cuda", dtype=torch.bfloat16) for n in (1024, 4096))
-        product = a @ b
-        gradients = torch.zeros_like(buckets[0][0])
-        clock, capturer = Clock(gradients.device), CudaCapturer()
-
-        def multiply() -> None:
-            for _ in range(_PRODUCTS):
-                torch.mm(a, b, out=product)
-
-        capturer.settle()
-        load = capturer.capture(capturer.scratch, multiply)
-
-        def seconds(loads: int, summed: Sequence[tuple[Tensor, Bound]] = ()) -> float:
-            transport.barrier()
-            load.replay()  # while the host posts
-            start, requests = clock.mark(), []
-            for memory, bound in summed:
-                memory.copy_(gradients)
-                requests.append(bound.post())
-            for _ in range(loads):
-                load.replay()
-            end = clock.mark()
-            for request in requests:
-                request.wait()
-            clock.finish()
-            return clock.between(start, end)
-
-        seconds(1)
-        loads = 1 + math.ceil(2 * _SUMS * sum_s / seconds(1))
-        alone = statistics.median(seconds(loads) for _ in range(_SUMS))
-        beside = [seconds(loads, buckets) for _ in range(_SUMS + 1)]
-    return [max(found - alone, 0.0) / _SUMS for found in beside[1:]]
 
 
 def _card(device: torch.device) -> Device:
@@ -239,8 +132,8 @@ def _level(
         bandwidth_bytes_per_s=bandwidth,
         latency_s=_latency_s(links),
         shared=shared,
-        allreduce_efficiency=float(f"{_sum_rate(sum_s, num_ranks, latency_s) / bandwidth:.3g}"),
-        allreduce_work_s_per_byte=float(f"{work_s / _sent_bytes(num_ranks):.3g}"),
+        allreduce_efficiency=float(f"{sum_rate(sum_s, num_ranks, latency_s) / bandwidth:.3g}"),
+        allreduce_work_s_per_byte=float(f"{work_s / sent_bytes(num_ranks):.3g}"),
     )
 
 

@@ -25,7 +25,7 @@ class Pass:
     backward
         Slots of weights, what is saved, the gradients that arrive and those that leave.
     splits
-        Whether the backward comes in two parts; what follows is then of the second, for the parameters.
+        Whether the backward comes in two parts; ``opens``, ``reduces`` and ``update`` are of the second.
     recomputes
         Whether the forward runs again before the backward.
     opens

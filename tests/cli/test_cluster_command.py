@@ -75,7 +75,9 @@ def test_two_hosts_of_two_ranks_are_two_levels(monkeypatch: pytest.MonkeyPatch) 
 def test_a_sum_is_priced_as_it_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Latencies, which are priced too, are not counted twice."""
     monkeypatch.setattr(
-        measuring, "_summed", lambda transport, groups, device: (0.25 * len(groups[0]), 0.1 * len(groups[0]))
+        measuring,
+        "measure_sum",
+        lambda transport, groups, device: (0.25 * len(groups[0]), 0.1 * len(groups[0])),
     )
     cluster = on_hosts(monkeypatch, ["a", "a", "b", "b"])[0]
     links = Links(cluster)
