@@ -17,23 +17,23 @@ from pdmpi.simulate.costs import BUCKET_BYTES, DEVICE_BUCKET_BYTES
 from pdmpi.transport.base import Bound, Transport
 from pdmpi.transport.share import share
 
-__all__ = ["measure_sum", "sent_bytes", "sum_rate"]
+__all__ = ["SUM_BYTES", "measure_sum", "sent_bytes", "sum_rate"]
 
-_SUM_BYTES, _SUMS = 32 << 20, 5
+SUM_BYTES, _SUMS = 32 << 20, 5
 """Size and number of the sums that tell what an allreduce makes of a link, in buckets as in training."""
 _PRODUCTS = 300
 
 
 def sent_bytes(num_ranks: int) -> float:
-    """Return the bytes that a rank sends in a ring allreduce of `_SUM_BYTES`, whatever the library does.
+    """Return the bytes that a rank sends in a ring allreduce of `SUM_BYTES`, whatever the library does.
 
     nccl-tests call these bytes a second the bus bandwidth.
     """
-    return 2 * (num_ranks - 1) / num_ranks * _SUM_BYTES
+    return 2 * (num_ranks - 1) / num_ranks * SUM_BYTES
 
 
 def sum_rate(sum_s: float, num_ranks: int, latency_s: float) -> float:
-    """Return the bytes a second that each rank sends while `_SUM_BYTES` are summed.
+    """Return the bytes a second that each rank sends while `SUM_BYTES` are summed.
 
     The latencies of its 2 (m - 1) steps over m ranks, which are priced beside the rate, are taken off the
     time, up to half of it.
@@ -61,7 +61,7 @@ def measure_sum(transport: Transport, groups: list[list[int]], device: torch.dev
         memory, buffer = allocate(size)
         return memory, transport.bind_allreduce(buffer, "float32", ranks)
 
-    buckets = [bucket() for _ in range(_SUM_BYTES // size)]
+    buckets = [bucket() for _ in range(SUM_BYTES // size)]
 
     def once() -> None:
         for request in [bound.post() for _, bound in buckets]:

@@ -16,6 +16,7 @@ from pdmpi.plan.cluster_text import cluster_to_text
 from pdmpi.plan.links import Links
 from pdmpi.runtime import cluster as measuring
 from pdmpi.runtime.cluster import measured_cluster
+from pdmpi.runtime.sum_costs import SUM_BYTES
 from pdmpi.transport.local import LocalTransport, LocalWorld
 from pdmpi.transport.share import share
 
@@ -81,11 +82,11 @@ def test_a_sum_is_priced_as_it_was_measured(monkeypatch: pytest.MonkeyPatch) -> 
     )
     cluster = on_hosts(monkeypatch, ["a", "a", "b", "b"])[0]
     links = Links(cluster)
-    assert links.allreduce_s([0, 1], measuring._SUM_BYTES) == pytest.approx(0.5, rel=1e-2)
-    assert links.allreduce_s([0, 1, 2, 3], measuring._SUM_BYTES) == pytest.approx(1.0, rel=1e-2)
-    assert links.allreduce_work_s([0, 1], measuring._SUM_BYTES) == pytest.approx(0.2, rel=1e-2)
-    assert links.allreduce_work_s([0, 1, 2, 3], measuring._SUM_BYTES) == pytest.approx(0.4, rel=1e-2)
-    assert links.allreduce_work_s([2], measuring._SUM_BYTES) == 0.0
+    assert links.allreduce_s([0, 1], SUM_BYTES) == pytest.approx(0.5, rel=1e-2)
+    assert links.allreduce_s([0, 1, 2, 3], SUM_BYTES) == pytest.approx(1.0, rel=1e-2)
+    assert links.allreduce_work_s([0, 1], SUM_BYTES) == pytest.approx(0.2, rel=1e-2)
+    assert links.allreduce_work_s([0, 1, 2, 3], SUM_BYTES) == pytest.approx(0.4, rel=1e-2)
+    assert links.allreduce_work_s([2], SUM_BYTES) == 0.0
 
 
 @pytest.mark.parametrize(
