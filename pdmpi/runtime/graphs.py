@@ -279,6 +279,7 @@ class GraphedPlayer(Player):
     def _graphs_of(self, one: Pass, k: int, version: int) -> _Graphs | None:
         if one not in self._graphs:
             if len(self._graphs) >= _MOST_GRAPHED:
+                self.why_partly = f"the program uses more than {_MOST_GRAPHED} sets of slots"
                 return None
             try:
                 self._graphs[one] = self._captured(one, k, version)

@@ -43,6 +43,8 @@ class Player:
     ----------
     why_eager
         Why CUDA graphs that were to play it do not, on one line; empty otherwise.
+    why_partly
+        Why they play only some of its microbatches, likewise.
 
     Parameters
     ----------
@@ -73,6 +75,7 @@ class Player:
     """
 
     why_eager = ""
+    why_partly = ""
 
     def __init__(
         self,

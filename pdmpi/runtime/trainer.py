@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -281,13 +282,16 @@ class Trainer:
 
     def _tell_why_eager(self) -> None:
         """Say once, on rank 0, why kernels of any rank are launched one by one though graphs are wanted."""
-        players = self.rank.players.values()
-        why = self.rank.why_eager or next((p.why_eager for p in players if p.why_eager), "")
-        parts = self._transport.gather(f"-{why}".encode())
-        for text in (part.decode()[1:] for part in parts):
-            if text and text not in self._told and self.config.runtime.cuda_graphs:
-                self._told.add(text)
-                self._listener.notice(f"CUDA graphs are off, kernels are launched one by one: {text}")
+        off, partly = "CUDA graphs are off", "CUDA graphs play some microbatches only"
+        found = [(off, self.rank.why_eager)]
+        for player in self.rank.players.values():
+            found += [(off, player.why_eager), (partly, player.why_partly)]
+        texts = [f"{what}, kernels are launched one by one: {why}" for what, why in found if why]
+        for part in self._transport.gather(json.dumps(texts).encode()):
+            for text in json.loads(part):
+                if text not in self._told and self.config.runtime.cuda_graphs:
+                    self._told.add(text)
+                    self._listener.notice(text)
 
     def _run(
         self,

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from harness import assert_same, make_plan, run_config, serialise_forwards, train_local
+from harness import assert_same, make_plan, run_config, train_local
 from oracle import replay
 
+pytestmark = pytest.mark.usefixtures("one_random_state")
+
 SHAPES = [[1], [1, 1], [1, 1, 1], [1, 1, 1, 1], [2], [2, 1], [1, 2], [2, 2], [3, 1]]
-
-
-@pytest.fixture(autouse=True)
-def _one_random_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    serialise_forwards(monkeypatch)
 
 
 def check(config, replicas, *, chunks=1, rendezvous=True, seed=None, programs=None):

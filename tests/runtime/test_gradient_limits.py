@@ -12,7 +12,6 @@ from harness import (
     assert_same,
     make_plan,
     run_config,
-    serialise_forwards,
     traced,
     train_local,
     train_rank,
@@ -27,13 +26,10 @@ from pdmpi.runtime.loss_scale import LossScale
 from pdmpi.runtime.setup import check_fit
 from pdmpi.transport.local import LocalWorld
 
+pytestmark = pytest.mark.usefixtures("one_random_state")
+
 DECAY = {"match": ["*.bias", "*norm*", "1.*"], "args": {"weight_decay": 0.0}}
 SLOW = {"match": ["*.weight"], "args": {"lr": 0.01, "momentum": 0.5}}
-
-
-@pytest.fixture(autouse=True)
-def _one_random_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    serialise_forwards(monkeypatch)
 
 
 def configured(

@@ -79,6 +79,7 @@ def test_an_update_of_which_some_microbatches_are_graphed(
     for player in checked(config, plan, trained(monkeypatch, config, plan, True)):
         assert player.num_graphed == most
         assert not player.why_eager
+        assert player.why_partly == f"the program uses more than {most} sets of slots"
 
 
 @pytest.mark.parametrize("graph_updates", [True, False])
@@ -150,6 +151,35 @@ def test_recomputed_masks_are_the_same(model: str, monkeypatch: pytest.MonkeyPat
     for player in checked(config, plan, trained(monkeypatch, config, plan, True)):
         assert player.num_graphed
         assert all(one.recompute is not None for one in player._graphs.values())
+
+
+@pytest.mark.parametrize(
+    ("eager", "partly", "text"),
+    [
+        ("a wait", "", "CUDA graphs are off, kernels are launched one by one: a wait"),
+        (
+            "",
+            "too many",
+            "CUDA graphs play some microbatches only, kernels are launched one by one: too many",
+        ),
+    ],
+)
+def test_the_user_hears_once_what_is_not_graphed(
+    eager: str, partly: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = run_config("conv", evaluate_every=0, minibatch_size=4)
+    plan, told = make_plan(config, [1]), list[str]()
+
+    def run(transport: Any) -> None:
+        _, trainer = train_rank(config, plan, transport)
+        (player,) = trainer.rank.players.values()
+        player.why_eager, player.why_partly = eager, partly
+        monkeypatch.setattr(trainer._listener, "notice", told.append)
+        trainer._tell_why_eager()
+        trainer._tell_why_eager()
+
+    LocalWorld(1).run(run)
+    assert told == [text]
 
 
 def test_what_would_draw_the_same_numbers_in_every_replay_is_eager(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Silent, assert_same, make_plan, run_config, serialise_forwards, state_of
+from harness import Silent, assert_same, make_plan, run_config, state_of
 from oracle import replay
 
 from pdmpi.config.run import RunConfig
@@ -19,10 +19,7 @@ from pdmpi.slurm.signals import StopRequest
 from pdmpi.transport.base import Transport
 from pdmpi.transport.local import LocalWorld
 
-
-@pytest.fixture(autouse=True)
-def _one_random_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    serialise_forwards(monkeypatch)
+pytestmark = pytest.mark.usefixtures("one_random_state")
 
 
 def configured(optimizer: dict[str, Any], **train: Any) -> RunConfig:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import assert_same, make_plan, run_config, serialise_forwards, traced, train_local
+from harness import assert_same, make_plan, run_config, traced, train_local
 from torch import Tensor, nn
 
 from pdmpi.config.run import RunConfig
@@ -17,14 +17,11 @@ from pdmpi.runtime.slots import host_memory
 from pdmpi.runtime.statistics import MinibatchStatistics
 from pdmpi.transport.local import LocalWorld
 
+pytestmark = pytest.mark.usefixtures("one_random_state")
+
 PARTS, SIZE, UPDATES = 4, 12, 4
 PIXELS = 64
 """Every batch normalisation of the model sees maps of 8 x 8."""
-
-
-@pytest.fixture(autouse=True)
-def _one_random_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    serialise_forwards(monkeypatch)
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])

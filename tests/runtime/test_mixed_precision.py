@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import Silent, make_plan, run_config, serialise_forwards, train_rank
+from harness import Silent, make_plan, run_config, train_rank
 
 from pdmpi.config.run import RunConfig
 from pdmpi.transport.local import LocalWorld
 
-
-@pytest.fixture(autouse=True)
-def _one_random_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    serialise_forwards(monkeypatch)
+pytestmark = pytest.mark.usefixtures("one_random_state")
 
 
 @pytest.mark.parametrize("model", ["conv", "sequence"])

@@ -12,7 +12,6 @@ from harness import (
     assert_same,
     make_plan,
     run_config,
-    serialise_forwards,
     traced,
     train_local,
     train_rank,
@@ -30,17 +29,14 @@ from pdmpi.runtime.rates import Rates
 from pdmpi.runtime.setup import check_fit
 from pdmpi.transport.local import LocalWorld
 
+pytestmark = pytest.mark.usefixtures("one_random_state")
+
 WARMUP, DECAY = 4, 11
 TURNS = [
     {"name": "LinearLR", "args": {"start_factor": 0.2, "total_iters": WARMUP}, "length": WARMUP},
     {"name": "CosineAnnealingLR", "args": {"T_max": DECAY}},
 ]
 GROUPS = [{"match": ["*.bias"], "args": {"lr": 0.02}}]
-
-
-@pytest.fixture(autouse=True)
-def _one_random_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    serialise_forwards(monkeypatch)
 
 
 def factor(minibatch: int) -> float:

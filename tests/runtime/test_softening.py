@@ -10,7 +10,6 @@ from harness import (
     assert_same,
     make_plan,
     run_config,
-    serialise_forwards,
     traced,
     train_local,
     train_rank,
@@ -25,12 +24,9 @@ from pdmpi.schedule.registry import program_of
 from pdmpi.schedule.staleness import version_lag
 from pdmpi.transport.local import LocalWorld
 
+pytestmark = pytest.mark.usefixtures("one_random_state")
+
 SAMPLES = 48
-
-
-@pytest.fixture(autouse=True)
-def _one_random_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    serialise_forwards(monkeypatch)
 
 
 def softened(config: RunConfig, **knobs: object) -> RunConfig:

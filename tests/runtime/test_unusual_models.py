@@ -6,16 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from harness import assert_same, make_plan, run_config, serialise_forwards, train_local
+from harness import assert_same, make_plan, run_config, train_local
 from oracle import replay
 
 from pdmpi.config.run import RunConfig
 from pdmpi.errors import InputError, PdmpiError
 
-
-@pytest.fixture(autouse=True)
-def _one_random_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    serialise_forwards(monkeypatch)
+pytestmark = pytest.mark.usefixtures("one_random_state")
 
 
 def configured(model: str, args: dict[str, Any] | None = None, **train: Any) -> RunConfig:

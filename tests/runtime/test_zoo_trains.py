@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import assert_same, make_plan, serialise_forwards, train_local
+from harness import assert_same, make_plan, train_local
 from oracle import replay
 from torch.utils.data import Dataset, Subset
 
@@ -19,6 +19,8 @@ from pdmpi.plan.cuts import cuts_of
 from pdmpi.plan.partition import partition
 from pdmpi.plan.plan import Plan
 
+pytestmark = pytest.mark.usefixtures("one_random_state")
+
 CONFIGS = Path(__file__).parents[2] / "configs"
 SMALL = sorted(path.stem for path in CONFIGS.glob("*-small.toml"))
 MOST_STAGES = {"awd-lm-small": 1, "gpt2-small": 2}
@@ -26,11 +28,6 @@ MOST_STAGES = {"awd-lm-small": 1, "gpt2-small": 2}
 
 ROWS = {"amoebanet-d-small": 2, "inception-v3-small": 2}
 """Of a microbatch; 4 for all but the longest models."""
-
-
-@pytest.fixture(autouse=True)
-def _one_random_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    serialise_forwards(monkeypatch)
 
 
 def some(of: str, samples: int, split: str, **args: Any) -> Dataset[Any]:
