@@ -116,6 +116,7 @@ def profile_model(
     wholes: list[tuple[list[Layer], LayerSample]] = []
     graphed = True
     saved, clock, done = SavedBytes(traced), Clock(place), 0
+    _library_bytes(place)
     room = _free_bytes(place) // 2 if memory_bytes is None else memory_bytes
     with torch_threads(config.train.threads), _own_stream(place):
         for chunk in _chunks(traced, layers, room):
@@ -326,11 +327,12 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def _library_bytes(device: torch.device) -> int:
-    """Return what cuBLAS holds for the streams that have used it."""
-    if device.type != "cuda":
+    """Give back what cuBLAS holds for the streams that have used it, and return what it was."""
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if device.type != "cuda" or clear is None:
         return 0
     before = torch.cuda.memory_allocated(device)
-    torch._C._cuda_clearCublasWorkspaces()
+    clear()
     return before - torch.cuda.memory_allocated(device)
 
 

@@ -224,6 +224,7 @@ class Step:
             with self._precision(), self._counting() as found:
                 outputs, kept, everything = saved.run(stage, inputs, 0)
             held[name] = everything if graphs else []
+            del everything
             self.samples[name].saved_bytes = kept
             self._note(name, found, forward_bytes=live - kept)
             runs[name] = self._keep(inputs, outputs)

@@ -84,14 +84,14 @@ class Links:
         )
 
     def allreduce_work_s(self, devices: Sequence[int], nbytes: float) -> float:
-        """Return the seconds that each device's processor works for an allreduce and cannot compute."""
+        """Return the seconds that each device computes longer beside an allreduce."""
         m = len(devices)
         if m == 1:
             return 0.0
         return 2 * (m - 1) / m * nbytes * self.work_s_per_byte(self.level(min(devices), max(devices)))
 
     def work_s_per_byte(self, level: int) -> float:
-        """Return a processor's seconds for each byte sent in a ring allreduce up to a level."""
+        """Return what a device computes longer for each byte sent in a ring allreduce up to a level."""
         return max(link.allreduce_work_s_per_byte for link in self.cluster.levels[: level + 1])
 
     def ring_bytes(self, devices: Sequence[int], nbytes: float) -> list[float]:

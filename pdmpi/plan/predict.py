@@ -4,8 +4,8 @@ For one microbatch on one replica of a stage, with F and B its seconds of forwar
 backward (recomputation adds another F to B), U of its optimizer step, m replicas, q
 microbatches a replica between two updates (1 for PipeDream), and A the seconds of the ring
 allreduce of its gradients over the slowest link that the replicas span,
-2 (m - 1) (bytes / m / (bandwidth * efficiency) + latency) (Patarasuk and Yuan, 2009), of which a core
-(no GPU) works C seconds and cannot compute:
+2 (m - 1) (bytes / m / (bandwidth * efficiency) + latency) (Patarasuk and Yuan, 2009), beside which a core
+or GPU computes C seconds longer:
 
     work     = F + B + (U + C) / q                the device is busy
     sync     = F + B + (A - B + U) / q            the allreduce ends after the backward
@@ -176,8 +176,8 @@ def memory_bytes(
 ) -> dict[str, int]:  # fmt: skip
     """Return the peak bytes of one replica, by what they are for.
 
-    ``entering`` and ``leaving`` are (activation, gradient) bytes of the cuts before and
-    behind the stage; ``library_bytes`` are the profile's.
+    ``microbatches`` are the replica's own of an update; ``entering`` and ``leaving`` are (activation,
+    gradient) bytes of the cuts before and behind the stage; ``library_bytes`` are the profile's.
     """
     flight = microbatches if terms.holds_all else depth
     flight = min(flight, microbatches) if terms.flushes and terms.accumulates else flight
@@ -231,10 +231,17 @@ def estimate(
         entering = before.seconds(cuts[s][0]) + behind.seconds(cuts[s + 1][1])
         sums = _sums(profile, stage)
         parts = memory_bytes(
-            sums, terms, profile.optimizer_state_factor, depths[0 if terms.even_depth else s], versions[s],
-            choice.microbatches,
-            stage.recompute, cuts[s], cuts[s + 1], profile.library_bytes,
-        )  # fmt: skip
+            sums,
+            terms,
+            profile.optimizer_state_factor,
+            max(depths[0], depths[s]) if terms.even_depth else depths[s],
+            versions[s],
+            -(-choice.microbatches // stage.replicas),
+            stage.recompute,
+            cuts[s],
+            cuts[s + 1],
+            profile.library_bytes,
+        )
         found.append(
             _stage_estimate(
                 profile, terms, choice, stage, sums, parts, depths[s], cuts[s + 1][0],
@@ -254,7 +261,7 @@ def estimate(
     chunks = sum(replicas) // (1 + max(max(group) for group in ranks))
     steady = max(steady, _busiest_s(found, ranks, replicas))
     period = _period_s(choice, terms, found, hops, max(steady, trip), chunks)
-    busy, memory = _per_rank(found, ranks, replicas)
+    busy, memory = _per_rank(found, ranks, replicas, profile.library_bytes)
     prediction = Prediction(
         period_s=period,
         samples_per_s=profile.microbatch_size / period if period else 0.0,
@@ -282,15 +289,18 @@ def _by_stage(placement: Sequence[Placement], count: int) -> list[list[Placement
 
 
 def _per_rank(
-    stages: Sequence[StageEstimate], ranks: Sequence[Sequence[int]], replicas: Sequence[int]
+    stages: Sequence[StageEstimate],
+    ranks: Sequence[Sequence[int]],
+    replicas: Sequence[int],
+    library_bytes: int,
 ) -> tuple[list[float], list[int]]:
-    """Return each rank's busy seconds per microbatch of the pipeline, and its bytes."""
+    """Return each rank's busy seconds per microbatch of the pipeline, and its bytes (libraries' once)."""
     count = 1 + max(max(group) for group in ranks)
     busy, memory = [0.0] * count, [0] * count
     for stage, group, m in zip(stages, ranks, replicas, strict=True):
         for rank in group:
             busy[rank] += (stage.forward_s + stage.backward_s) / m
-            memory[rank] += stage.memory_bytes
+            memory[rank] += stage.memory_bytes - (library_bytes if memory[rank] else 0)
     return busy, memory
 
 

@@ -280,7 +280,7 @@ class Pricer:
         share = -(-extra * (left - own) // behind) if behind else 0
         depth = -(-(left + share) // own)
         if problem.terms.even_depth and first:
-            depth = -(-(total + extra) // copies)
+            depth = max(depth, -(-(total + extra) // (problem.shape[0] if problem.shape else copies)))
         if problem.terms.versions is not None:
             return depth, problem.terms.versions
         if problem.terms.synchronised and first:
@@ -293,8 +293,9 @@ class Pricer:
         problem, cuts = self.problem, self.problem.cuts
         terms, choice = problem.terms, problem.choice
         depth, versions = self.depth_and_versions(first, count)
-        flight = choice.microbatches if terms.holds_all else depth
-        flight = min(flight, choice.microbatches) if terms.flushes and terms.accumulates else flight
+        microbatches = -(-choice.microbatches // (count * problem.copies))
+        flight = microbatches if terms.holds_all else depth
+        flight = min(flight, microbatches) if terms.flushes and terms.accumulates else flight
         kept = 1 if recompute else flight
         held = (
             cuts.parameter_bytes

@@ -14,8 +14,8 @@ __all__ = [
     "save_plan", "save_profile",
 ]  # fmt: skip
 
-PROFILE_FORMAT = Format(name="pdmpi-profile", version=4, datasets=layout.PROFILE_DATASETS)
-PLAN_FORMAT = Format(name="pdmpi-plan", version=6, datasets=layout.PLAN_DATASETS)
+PROFILE_FORMAT = Format(name="pdmpi-profile", version=5, datasets=layout.PROFILE_DATASETS)
+PLAN_FORMAT = Format(name="pdmpi-plan", version=7, datasets=layout.PLAN_DATASETS)
 
 
 def save_profile(profile: Profile, path: Path, force: bool = False) -> None:

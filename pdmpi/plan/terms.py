@@ -38,7 +38,8 @@ class Terms:
     splits_backward
         Whether gradients of the inputs and of the parameters are computed apart.
     even_depth
-        Whether every stage holds as many microbatches as the input stage (ZB-H1's parameter gradients wait).
+        Whether every stage holds at least as many microbatches as the input stage (ZB-H1's parameter
+        gradients wait).
     """
 
     versions: int | None = 1

@@ -94,6 +94,14 @@ class GradientReducer:
         """Let buckets leave as the next backward finishes their gradients."""
         self._armed = True
 
+    def reset(self) -> None:
+        """Forget a backward that ended in an error."""
+        self._requests.clear()
+        self._armed = False
+        for bucket in self._buckets:
+            bucket.without = []
+            bucket.missing.update(bucket.members)
+
     def wait(self) -> None:
         """Post what is left, wait for all sums and make them the parameters' gradients."""
         for bucket in self._buckets:
@@ -106,10 +114,7 @@ class GradientReducer:
             for i, (parameter, view) in enumerate(bucket.views.items()):
                 unused = present is not None and i in bucket.without and not present[i]
                 parameter.grad = None if unused else view
-            bucket.without = []
-            bucket.missing.update(bucket.members)
-        self._requests.clear()
-        self._armed = False
+        self.reset()
 
     def _hook(self, bucket: _Bucket) -> Callable[[Tensor], None]:
         """Return what a finished gradient calls.

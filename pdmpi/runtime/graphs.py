@@ -113,6 +113,8 @@ class GraphedPlayer(Player):
         """Give up the graphs: a communicator of NCCL whose sums they hold ends only after them."""
         self._graphs.clear()
         self._playing.clear()
+        self._pools.clear()
+        self._static.clear()
         self._last = None
 
     def trained_by(self, criterion: Criterion) -> Criterion:
@@ -236,6 +238,7 @@ class GraphedPlayer(Player):
         super().update(version, read, write)
         if self.why_eager and not self._playing:
             self._waiting.release()
+            self.close()
 
     def gather(self) -> list[Tensor]:
         """Return the gradients of the update that follows."""
@@ -368,6 +371,10 @@ class GraphedPlayer(Player):
         used, newest, fed = list(self._used), self.weights.newest, self._fed.pop(k, None)
         try:
             yield
+        except BaseException:
+            if self._reducer is not None:
+                self._reducer.reset()
+            raise
         finally:
             self._used[:] = used
             self._saved.pop(one.backward[1], None)

@@ -21,7 +21,8 @@ __all__ = ["SUM_BYTES", "measure_sum", "sent_bytes", "sum_rate"]
 
 SUM_BYTES, _SUMS = 32 << 20, 5
 """Size and number of the sums that tell what an allreduce makes of a link, in buckets as in training."""
-_PRODUCTS = 300
+_PRODUCTS, _SUMMED_S, _TRIES = 300, 0.1, 3
+"""What a GPU computes beside sums, how long those may take, and how often that is tried."""
 
 
 def sent_bytes(num_ranks: int) -> float:
@@ -78,17 +79,21 @@ def measure_sum(transport: Transport, groups: list[list[int]], device: torch.dev
         seconds.append(time.perf_counter() - began)
         worked.append(time.process_time() - began_work)
     if on_cuda:
-        more = [bucket() for _ in range((_SUMS - 1) * len(buckets))]
-        worked = _slowed(transport, [*buckets, *more], statistics.median(seconds))
+        slowest = max(share(transport, statistics.median(seconds)))
+        count = max(1, min(_SUMS, int(_SUMMED_S / slowest)))
+        more = [bucket() for _ in range((count - 1) * len(buckets))]
+        worked = _slowed(transport, [*buckets, *more], count, slowest)
     found = share(transport, [statistics.median(seconds), statistics.median(worked)])
     return max(part[0] for part in found), max(part[1] for part in found)
 
 
-def _slowed(transport: Transport, buckets: Sequence[tuple[Tensor, Bound]], sum_s: float) -> list[float]:
+def _slowed(
+    transport: Transport, buckets: Sequence[tuple[Tensor, Bound]], count: int, sum_s: float
+) -> list[float]:
     """Return the seconds, of several tries, that a GPU computes longer for a sum beside it.
 
-    What it computes are products of matrices as in a small transformer, for twice as long as `_SUMS` sums
-    take.  Their buckets are filled in between, as gradients fill them.
+    What it computes are products of matrices as in a small transformer, for twice as long as the sums take:
+    so many, of so many seconds each.  Their buckets are filled in between, as gradients fill them.
     """
     with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
         a, b = (torch.ones(1024, n, device="cuda", dtype=torch.bfloat16) for n in (1024, 4096))
@@ -119,7 +124,7 @@ def _slowed(transport: Transport, buckets: Sequence[tuple[Tensor, Bound]], sum_s
             return clock.between(start, end)
 
         seconds(1)
-        loads = 1 + math.ceil(2 * _SUMS * sum_s / seconds(1))
-        alone = statistics.median(seconds(loads) for _ in range(_SUMS))
-        beside = [seconds(loads, buckets) for _ in range(_SUMS + 1)]
-    return [max(found - alone, 0.0) / _SUMS for found in beside[1:]]
+        loads = 1 + math.ceil(2 * count * sum_s / seconds(1))
+        alone = statistics.median(seconds(loads) for _ in range(_TRIES))
+        beside = [seconds(loads, buckets) for _ in range(_TRIES + 1)]
+    return [max(found - alone, 0.0) / count for found in beside[1:]]

@@ -113,8 +113,8 @@ class Lane:
         receives = any(link.channel.kind == Kind.ACTIVATION for link in self.incoming)
         sends = any(link.channel.kind == Kind.ACTIVATION for link in self.outgoing)
         least = 0 if self.trained else self._streamed()
-        restarts = self.trained
-        self.input = allocate(self.forward, self.last_use, least=least, ahead=receives, restarts=restarts)
+        self.input = allocate(self.forward, self.last_use, least=least, ahead=receives, restarts=self.trained)
+        restarts = self.input.restarts  # all or none: slots that repeat at different times make more sets
         self.output = allocate(self.forward, self.backward, least=least, restarts=restarts) if sends else None
         self.sent = self.backward if self.trained else self._reused()
         self.saved: Allocation | None = None
@@ -122,7 +122,7 @@ class Lane:
         self.grad_out: Allocation | None = None
         if self.trained:
             begin = np.where(self.recomputed, self.backward, self.forward)
-            self.saved = allocate(begin, self.last_use, restarts=True)
+            self.saved = allocate(begin, self.last_use, restarts=restarts)
             if any(link.channel.kind == Kind.GRADIENT for link in self.incoming):
                 waiting = self._gradients_waiting()
                 self.grad_in = allocate(self.backward, self.backward, least=waiting, ahead=True)

@@ -23,13 +23,16 @@ class Allocation:
     slot
         Slot of each item.
     free_after
-        Position of the release that leaves each item's slot free, and those of the items before it; -1 for a
-        slot not used before.
+        Position of the release by which the slots of an item and of all items before it are free; -1 where
+        none was used before.
+    restarts
+        Whether slots are handed out from the first one on again wherever none is in use.
     """
 
     count: int
     slot: Positions
     free_after: Positions
+    restarts: bool = False
 
 
 def allocate(
@@ -67,14 +70,15 @@ def allocate(
     if count:
         taken = _handed_on(taken, order, count)
         free[count:] = freed[: num - count]
-    if restarts and count > 1:
+    if restarts and count:
         again = _restarting(ends, np.flatnonzero(alive == 1), count)
         free_again = _last_release(again, ends)
-        if not ahead or bool((starts - free_again >= np.minimum(starts - free, 2)).all()):
+        restarts = not ahead or bool((starts - free_again >= np.minimum(starts - free, 2)).all())
+        if restarts:
             taken, free = again, free_again
     slot, free_after = np.empty(num, np.int64), np.empty(num, np.int64)
     slot[first], free_after[first] = taken, free
-    return Allocation(count, slot, free_after)
+    return Allocation(count, slot, free_after, restarts)
 
 
 def _restarting(ends: Positions, begins: Positions, count: int) -> Positions:
@@ -97,6 +101,6 @@ def _handed_on(index: Positions, order: Positions, count: int) -> Positions:
     if np.array_equal(order, index):
         return index % count
     slots = index.tolist()
-    for i, giver in enumerate(order[: len(slots) - count].tolist(), start=count):
+    for i, giver in enumerate(order[: max(len(slots) - count, 0)].tolist(), start=count):
         slots[i] = slots[giver]
     return np.array(slots, np.int64)

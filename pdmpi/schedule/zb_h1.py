@@ -8,7 +8,7 @@ Three stages, five microbatches, all parts equally long::
 
 Only the gradients of a stage's inputs (``I``) hold up others; those of its parameters
 (``W``) lag behind by the stage's number and fill what 1F1B leaves idle.  No stage keeps more microbatches
-than the first one of 1F1B.
+than the deepest one of 1F1B, which is the first where stages have one replica.
 """
 
 from __future__ import annotations

@@ -194,7 +194,7 @@ def costs_of(plan: Plan) -> Costs:
 def _stage_cost(
     plan: Plan, stage: StagePlan, network: Network, ranks: Sequence[int], *, splits: bool
 ) -> StageCost:
-    """Return the costs of a stage on its ranks; what a core works for sums is part of its backwards.
+    """Return the costs of a stage on its ranks; what sums take of its device is part of its backwards.
 
     ``splits`` says whether there is a first part of its backwards, for gradients that others wait for.
     """

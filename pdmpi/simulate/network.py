@@ -72,5 +72,5 @@ class Network:
         return self._prices.allreduce_s([self.devices[rank] for rank in ranks], nbytes)
 
     def allreduce_work_s(self, ranks: Sequence[int], nbytes: float) -> float:
-        """Return the seconds that each rank's processor works for an allreduce over ranks."""
+        """Return the seconds that each rank's device computes longer beside an allreduce over ranks."""
         return self._prices.allreduce_work_s([self.devices[rank] for rank in ranks], nbytes)

@@ -146,8 +146,8 @@ def test_the_same_inputs_give_the_same_bytes_whatever_the_hash_seed():
         (lambda b: b"", "not a file of pdmpi"),
         (lambda b: b"\x89HDF\r\n\x1a\n" + b[8:], "not a file of pdmpi"),
         (lambda b: b[:2000] + bytes([b[2000] ^ 1]) + b[2001:], "damaged or truncated"),
-        (lambda b: b.replace(b"pdmpi-plan 6 ", b"pdmpi-plan 9 ", 1), "format version 9, .* reads version 6"),
-        (lambda b: b.replace(b"pdmpi-plan 6 ", b"pdmpi-test 2 ", 1), "is a pdmpi-test, not a pdmpi-plan"),
+        (lambda b: b.replace(b"pdmpi-plan 7 ", b"pdmpi-plan 9 ", 1), "format version 9, .* reads version 7"),
+        (lambda b: b.replace(b"pdmpi-plan 7 ", b"pdmpi-test 2 ", 1), "is a pdmpi-test, not a pdmpi-plan"),
     ],
 )
 def test_damaged_files(image, damage, message):

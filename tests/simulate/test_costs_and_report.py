@@ -151,10 +151,13 @@ def test_graphs_hold_what_a_forward_needs_with_every_saved_slot() -> None:
     assert [p["graphs"] for p in parts("yes", 700, replace(flush, recompute="always"))] == [700, 700]
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
-@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 1), (2, 2)])
-def test_planner_and_simulator_agree_on_what_is_saved(name: str, shape: tuple[int, ...]) -> None:
-    plan = small_plan(*shape, schedule=ScheduleChoice(name=name, microbatches=12))
+@pytest.mark.parametrize("microbatches", [12, 24])
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "gpipe"])
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 1), (2, 2), (3, 1, 1, 1), (1, 4), (3, 1, 3)])
+def test_planner_and_simulator_agree_on_what_is_saved(
+    name: str, shape: tuple[int, ...], microbatches: int
+) -> None:
+    plan = small_plan(*shape, schedule=ScheduleChoice(name=name, microbatches=microbatches))
     costs = tuple(replace(c, split_bytes=c.saved_bytes // 2) for c in plan.profile.costs)
     plan = replace(plan, profile=replace(plan.profile, costs=costs))
     simulated = {rank.stages[0]: rank.memory_parts["saved"] for rank in forecast(plan).report.ranks}
