@@ -116,7 +116,7 @@ def profile_model(
     wholes: list[tuple[list[Layer], LayerSample]] = []
     graphed = True
     saved, clock, done = SavedBytes(traced), Clock(place), 0
-    _library_bytes(place)
+    _library_bytes(place)  # of what ran in this process before
     room = _free_bytes(place) // 2 if memory_bytes is None else memory_bytes
     with torch_threads(config.train.threads), _own_stream(place):
         for chunk in _chunks(traced, layers, room):

@@ -112,7 +112,7 @@ class SavedBytes:
         """Run a stage; return its outputs, the bytes that it alone keeps, and all memory that it keeps."""
         with _kept() as kept:
             outputs = stage(inputs, microbatch)
-        everything = [tensor.untyped_storage() for tensor in kept.values()]
+        everything = _storages(kept)
         for held in (*stage.parameters(), *stage.buffers()):
             kept.pop(_memory(held), None)
         return outputs, self._own_bytes(kept, {**outputs, **inputs}), everything
@@ -123,7 +123,7 @@ class SavedBytes:
         """Return the loss of the model's outputs, the bytes it keeps beside them, and all memory it keeps."""
         with _kept() as kept:
             loss = criterion(outputs)
-        everything = [tensor.untyped_storage() for tensor in kept.values()]
+        everything = _storages(kept)
         return loss, self._own_bytes(kept, outputs), everything
 
     def others(self, values: Mapping[Ref, Tensor]) -> int:
@@ -222,9 +222,9 @@ class Step:
         for name, stage in self._stages.items():
             inputs, live = self._inputs(stage), self._live_bytes(name, saved)
             with self._precision(), self._counting() as found:
-                outputs, kept, everything = saved.run(stage, inputs, 0)
-            held[name] = everything if graphs else []
-            del everything
+                outputs, kept, held[name] = saved.run(stage, inputs, 0)
+            if not graphs:
+                held[name].clear()
             self.samples[name].saved_bytes = kept
             self._note(name, found, forward_bytes=live - kept)
             runs[name] = self._keep(inputs, outputs)
@@ -438,6 +438,11 @@ def _kept() -> Iterator[dict[int, Tensor]]:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield kept
+
+
+def _storages(kept: Mapping[int, Tensor]) -> list[torch.UntypedStorage]:
+    """Return the memory of what was collected: the tensors would keep their gradients."""
+    return [tensor.untyped_storage() for tensor in kept.values()]
 
 
 def _memory(tensor: Tensor) -> int:

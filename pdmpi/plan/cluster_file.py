@@ -86,7 +86,7 @@ class _LevelTable(_Table):
     allreduce_efficiency: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     """Part of the bandwidth that a ring allreduce reaches; it may be more than one message's, and above 1."""
     allreduce_work_s_per_byte: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Seconds that a core works, and cannot compute, for each byte that its rank sends in an allreduce."""
+    """Seconds that a core, or a GPU, computes longer for each byte that its rank sends in an allreduce."""
 
 
 class _DeviceTable(_Table):

@@ -303,16 +303,18 @@ class Pricer:
             + cuts.buffer_bytes
             + cuts.saved_bytes * kept
         )
-        plus = held + 2 * (cuts.sent_bytes + cuts.returned_bytes)
+        plus = held + 2 * (cuts.sent_bytes + cuts.returned_bytes) + cuts.profile.library_bytes
         minus = cuts.sent_bytes * flight + 2 * cuts.returned_bytes - held
-        used = minus[inner, None] + plus[None, outer] + cuts.profile.library_bytes
+        used = minus[inner, None] + plus[None, outer]
         if any(cost.workspace_bytes for cost in cuts.profile.costs):
             used += cuts.workspace_bytes[inner, outer]
-        beside = cuts.graph_bytes[inner, outer] if cuts.profile.is_graphed else np.zeros_like(used)
+        beside = cuts.graph_bytes[inner, outer] if cuts.profile.is_graphed else None
         if terms.splits_backward:
             split = cuts.split_bytes[None, outer] - cuts.split_bytes[inner, None]
-            beside = np.maximum(beside, split * (cuts.returned_bytes[inner, None] > 0))
-        used += kept * beside
+            split *= cuts.returned_bytes[inner, None] > 0
+            beside = split if beside is None else np.maximum(beside, split)
+        if beside is not None:
+            used += kept * beside
         return used
 
 

@@ -95,7 +95,7 @@ class GradientReducer:
         self._armed = True
 
     def reset(self) -> None:
-        """Forget a backward that ended in an error."""
+        """Be ready for the next backward, however this one ended."""
         self._requests.clear()
         self._armed = False
         for bucket in self._buckets:

@@ -323,7 +323,7 @@ class GraphedPlayer(Player):
             slots = (weights, kept, grad_in, grad_out)
             if one.splits:
                 first = capture(slot, lambda: self._input_part(k, version, *slots))
-            backward = capture(scratch, lambda: self._accumulating(one, k, version, *slots))
+            backward = capture(scratch, lambda: self._parameter_part(one, k, version, *slots))
             gradients = tuple((p, p.grad) for p in self._trained or () if p.grad is not None)
             if self._graph_updates and one.update:
                 read, write = one.update
@@ -339,7 +339,7 @@ class GraphedPlayer(Player):
         if split is None or split.is_whole:
             raise _CaptureError("a parameter that is used twice keeps its backward from being split")
 
-    def _accumulating(self, one: Pass, k: int, version: int, *slots: int) -> None:
+    def _parameter_part(self, one: Pass, k: int, version: int, *slots: int) -> None:
         """Run a backward, or its second part, that leaves the gradients where the update finds them."""
         trained, keeps = set(self._trained or ()), self._keeps_gradients(one)
         if keeps or not one.opens:

@@ -169,8 +169,8 @@ def costs_of(plan: Plan) -> Costs:
         sizes[Channel(Kind.GRADIENT, target, source)] = sum(
             graph.spec(ref).nbytes for ref in refs if graph.returns_gradient(ref)
         )
-    splits = terms_of(plan.schedule).splits_backward
-    returned = [(c.source_stage, nbytes) for c, nbytes in sizes.items() if c.kind == Kind.GRADIENT]
+    waited_for = {c.source_stage for c, nbytes in sizes.items() if c.kind == Kind.GRADIENT and nbytes}
+    split = waited_for if terms_of(plan.schedule).splits_backward else set()
     return Costs(
         stages=tuple(
             _stage_cost(
@@ -178,7 +178,7 @@ def costs_of(plan: Plan) -> Costs:
                 stage,
                 network,
                 [p.rank for p in plan.placement if p.stage == number],
-                splits=splits and any(a == number and nbytes for a, nbytes in returned),
+                splits=number in split,
             )
             for number, stage in enumerate(plan.stages)
         ),

@@ -15,8 +15,8 @@ from pdmpi.graph import Layer, LayerGraph, Ref, TensorSpec
 from pdmpi.plan.cluster import Cluster, Device, Level
 from pdmpi.plan.cuts import cuts_of
 from pdmpi.plan.partition import copies_of, partition, plan_of, variants
-from pdmpi.plan.plan import ScheduleChoice, StagePlan
-from pdmpi.plan.predict import estimate
+from pdmpi.plan.plan import Plan, ScheduleChoice, StagePlan
+from pdmpi.plan.predict import Estimate, estimate
 from pdmpi.plan.pricing import Problem
 from pdmpi.plan.profile import CUDA_GRAPHS, LayerCost, Profile
 from pdmpi.plan.search import search
@@ -209,6 +209,10 @@ def check(profile: Profile, cluster: Cluster, choice: ScheduleChoice, recompute:
     plan = plan_of(*best)
     found = estimate(profile, cluster, plan.schedule, plan.stages, plan.devices, plan.copies)
     assert found.steady_s == pytest.approx(wanted, rel=1e-9)
+    assert_fits(found, plan, cluster)
+
+
+def assert_fits(found: Estimate, plan: Plan, cluster: Cluster) -> None:
     for stage, group in zip(found.stages, plan.devices, strict=True):
         for device in group:
             limit = cluster.device(device).memory_bytes
@@ -259,9 +263,7 @@ def test_what_a_search_takes_zb_h1_to_hold_is_enough(profile, cluster, microbatc
     plan = plan_of(*best)
     found = estimate(profile, cluster, plan.schedule, plan.stages, plan.devices, plan.copies)
     assert found.steady_s >= exhaustive(profile, cluster, choice, "never") * (1 - 1e-9)
-    for stage, group in zip(found.stages, plan.devices, strict=True):
-        limits = [cluster.device(d).memory_bytes for d in group]
-        assert all(not limit or stage.memory_bytes <= limit for limit in limits)
+    assert_fits(found, plan, cluster)
 
 
 @settings(max_examples=4, deadline=None)
